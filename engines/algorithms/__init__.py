@@ -1,0 +1,1 @@
+"""What to optimise, as data (`spec`, `presets`: torch-free) and as pure functions (the other modules)."""

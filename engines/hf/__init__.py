@@ -1,0 +1,1 @@
+"""The Hugging Face engine: one process, any causal LM that transformers can build."""

@@ -1,0 +1,166 @@
+"""The command line `trinity-flows`. Owns arguments, output and exit codes; everything else is in the flows.
+
+Exit codes: 0 good, 1 failed, 2 wrong usage or config, 3 starved of data, 130 cancelled. Heavy modules are imported by
+the commands that need them, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from engines.errors import ConfigError, StarvedError, TrinityFlowsError
+
+FAILED, USAGE, STARVED, CANCELLED = 1, 2, 3, 130
+
+app = typer.Typer(
+    name="trinity-flows",
+    help="Reinforcement fine-tuning of language models as a Prefect flow. Running a command again resumes it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[Path, typer.Option("-c", "--config", help="YAML file of the job.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one key, e.g. --set trainer.total_steps=200. Repeatable.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")]
+UrlArgument = Annotated[str, typer.Argument(help="Folder or URL of the job, as the run printed it.")]
+
+
+@app.command()
+def finetune(config: ConfigOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Run the stages of a config one after another, and show what was learnt."""
+    _run_flow("finetune", config, set_, as_json)
+
+
+@app.command()
+def train(config: ConfigOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Train one job to its end."""
+    _run_flow("train", config, set_, as_json)
+
+
+@app.command()
+def explore(config: ConfigOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Write experiences for a trainer that runs elsewhere (mode: train)."""
+    _run_flow("explore", config, set_, as_json)
+
+
+@app.command()
+def evaluate(config: ConfigOption, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Measure a job's last checkpoint on its evaluation task sets."""
+    _run_flow("evaluate", config, set_, as_json)
+
+
+@app.command()
+def compare(
+    config: Annotated[list[Path], typer.Option("-c", "--config", help="YAML file of a job. Repeatable.")],
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show several jobs side by side: steps, accuracy before and after, where the checkpoint is."""
+    _run_flow("compare", config, set_, as_json)
+
+
+@app.command()
+def show(job_url: UrlArgument, as_json: JsonOption = False) -> None:
+    """Where a job stands: commits, step, evaluations, experiences."""
+    from flows.output import print_job
+    from trinity_tasks.inspection import describe
+
+    state = describe(job_url)
+    if as_json:
+        _print_json(state.model_dump(mode="json"))
+    else:
+        print_job(state)
+
+
+@app.command()
+def verify(job_url: UrlArgument, as_json: JsonOption = False) -> None:
+    """Check that every object of every commit is present, has the right size and hash, and can be read."""
+    from trinity_tasks.inspection import verify as find_problems
+
+    problems = find_problems(job_url)
+    if as_json:
+        _print_json({"url": job_url, "ok": not problems, "problems": problems})
+    else:
+        typer.echo("\n".join(problems) or f"{job_url}: every object of every commit is present and right")
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def ledger(
+    job_url: UrlArgument,
+    step: Annotated[int, typer.Option("--step", min=1, help="Train step.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Which experiences trained a step."""
+    from flows.output import print_ledger
+    from trinity_tasks.inspection import trace_step
+
+    entry = trace_step(job_url, step)
+    if as_json:
+        _print_json(entry)
+    else:
+        print_ledger(entry)
+
+
+def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, as_json: bool) -> None:
+    """Load the config, run the flow embedded or on the server that PREFECT_API_URL names, exit as it ended."""
+    from flows.environment import preload, set_defaults
+    from trinity_tasks.config_source import load_config
+
+    set_defaults()
+    paths = path if isinstance(path, list) else [path]
+    configs = [load_config(each, overrides or ()) for each in paths]
+    preload("torch", "transformers", "mlflow", "reasoning_gym")
+    from importlib import import_module
+
+    from flows.output import print_result, quiet
+
+    flow: Callable[..., Coroutine[Any, Any, Any]] = getattr(import_module(f"flows.{name}"), name)
+    argument = configs if isinstance(path, list) else configs[0]
+    with quiet(as_json):
+        state = asyncio.run(flow(argument, return_state=True))
+        if state.is_cancelled():
+            typer.echo(state.message, err=True)
+            raise typer.Exit(CANCELLED)
+        result = asyncio.run(state.aresult(raise_on_failure=False))
+    if isinstance(result, BaseException) or not state.is_completed():
+        _fail(result if isinstance(result, BaseException) else TrinityFlowsError(state.message or state.name))
+    if as_json:
+        _print_json(result)
+    else:
+        print_result(name, result)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Print what went wrong and exit with the code for it; a traceback only for what nobody foresaw."""
+    if not isinstance(error, TrinityFlowsError):
+        traceback.print_exception(error)
+    typer.echo(f"{type(error).__name__}: {error}", err=True)
+    code = USAGE if isinstance(error, ConfigError) else STARVED if isinstance(error, StarvedError) else FAILED
+    sys.exit(code)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(CANCELLED)
+    except Exception as error:  # the top of the command line: every error becomes a message and an exit code
+        _fail(error)

@@ -1,0 +1,1 @@
+"""Tests of trinity-flows. A package, so that `python -m tests.benchmarks` and shared fakes can be imported."""

@@ -1,0 +1,292 @@
+"""The whole configuration of a job: `Config`. Frozen, complete, torch-free; validation is pure.
+
+Owns: the sections that are not the engine's, cross-field rules, derived values. Reading files and `--set`, and what a
+resume may change, are in `config_source.py`. Key names are those of Trinity-RFT wherever the meaning is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import Field, model_validator
+
+from engines.algorithms.presets import resolve
+from engines.config import AlgorithmConfig, EngineConfig, Frozen, ModelConfig, Resume
+
+
+class TasksetConfig(Frozen):
+    """Procedurally generated or stored tasks with a verifier."""
+
+    name: Annotated[str, Resume.FORK] = "taskset"
+    """Name in metrics: eval/<name>/accuracy."""
+    source: Annotated[Literal["reasoning_gym", "jsonl"], Resume.FORK] = "reasoning_gym"
+    """Where tasks come from."""
+    dataset: Annotated[str, Resume.FORK] = ""
+    """reasoning_gym: data set name. jsonl: path or URL of a file with `question` and `answer` on each line."""
+    dataset_args: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Arguments of the reasoning_gym data set."""
+    split: Annotated[Literal["train", "held_out"], Resume.FORK] = "train"
+    """Tasks are split by a hash of the question, so that the two splits share none."""
+    held_out_share: Annotated[float, Resume.FORK] = Field(default=0.1, ge=0, lt=1)
+    """Share of all questions that belongs to the held-out split. The same in both splits of one source."""
+    seed: Annotated[int, Resume.FORK] = 42
+    """Seed of the generator."""
+    num_tasks: Annotated[int | None, Resume.FORK] = Field(default=None, ge=1)
+    """How many distinct tasks. None: without end."""
+    repeat_times: Annotated[int, Resume.FORK] = Field(default=1, ge=1)
+    """Evaluation: samples per task."""
+    system_prompt: Annotated[str | None, Resume.FORK] = None
+    """System message before each question."""
+    reward_fn: Annotated[str, Resume.FORK] = "verifier_exact"
+    """verifier_exact (1 or 0), verifier (the score), or a function of yours as module:name."""
+
+
+class ExplorerInput(Frozen):
+    """Tasks to learn from, and tasks to measure on."""
+
+    taskset: TasksetConfig | None = None
+    """Tasks that produce experiences."""
+    eval_tasksets: tuple[TasksetConfig, ...] = ()
+    """Tasks never trained on."""
+    default_workflow_type: Annotated[Literal["sample", "demonstrate"], Resume.FORK] = "sample"
+    """sample: the model answers and is scored. demonstrate: the task's own answer is an expert experience (sft)."""
+
+
+class ExperienceBufferConfig(Frozen):
+    """Where experiences lie, and how long to wait for them."""
+
+    name: Annotated[str, Resume.FORK] = "main"
+    """Folder under experiences/."""
+    max_read_timeout: Annotated[float, Resume.SAFE] = Field(default=1800.0, gt=0)
+    """Longest wait for a batch, seconds; then the trainer is starved."""
+
+
+class TrainerInput(Frozen):
+    """What the trainer reads."""
+
+    experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
+    """The main buffer."""
+
+
+class BufferConfig(Frozen):
+    """Batches of tasks and of experiences."""
+
+    batch_size: Annotated[int, Resume.FORK] = Field(default=1, ge=1)
+    """Tasks per explorer step."""
+    train_batch_size: Annotated[int, Resume.FORK] = Field(default=0, ge=0)
+    """Experiences per train step. 0: batch_size x group size."""
+    explorer_input: ExplorerInput = ExplorerInput()
+    """Tasks."""
+    trainer_input: TrainerInput = TrainerInput()
+    """Experiences."""
+
+
+class TrainerConfig(Frozen):
+    """How long to train, when to save, and with which engine."""
+
+    name: Annotated[str, Resume.FORK] = "trainer"
+    """Name in logs."""
+    trainer_type: Annotated[str, Resume.FORK] = "hf"
+    """Engine: hf, one of the entry point group trinity_flows.engines, or module:Class."""
+    total_steps: Annotated[int | None, Resume.SAFE] = Field(default=None, ge=1)
+    """Train steps in all. None: until the data ends."""
+    save_interval: Annotated[int, Resume.SAFE] = Field(default=0, ge=0)
+    """Checkpoint every so many steps; 0: only at the end. The end is always saved."""
+    save_hf_checkpoint: Annotated[Literal["last", "always", "never"], Resume.SAFE] = "last"
+    """When the checkpoint's HF folder is a full export, tokenizer included."""
+    max_checkpoints_to_keep: Annotated[int, Resume.SAFE] = Field(default=0, ge=0)
+    """Older checkpoints are removed; 0: keep all."""
+    max_token_len_per_gpu: Annotated[int, Resume.FORK] = Field(default=2048, ge=1)
+    """Token budget of a micro-batch."""
+    max_nonfinite_steps: Annotated[int, Resume.SAFE] = Field(default=3, ge=1)
+    """Consecutive updates skipped for a non-finite loss or gradient before the run fails."""
+    num_threads: Annotated[int | None, Resume.FORK] = Field(default=None, ge=1)
+    """torch threads within an operation. None: torch's choice."""
+
+
+class ExplorerConfig(Frozen):
+    """Sampling and evaluation."""
+
+    name: Annotated[str, Resume.FORK] = "explorer"
+    """Name of the writer of the experience shards."""
+    eval_interval: Annotated[int, Resume.SAFE] = Field(default=0, ge=0)
+    """Evaluate every so many train steps; 0: only at the start and the end."""
+    eval_on_startup: Annotated[bool, Resume.SAFE] = True
+    """Evaluate before the first step."""
+
+
+class SynchronizerConfig(Frozen):
+    """How trained weights reach the samplers."""
+
+    sync_method: Annotated[Literal["memory", "checkpoint", "nccl"], Resume.SAFE] = "memory"
+    """memory: within the process. checkpoint: published on storage. nccl: broadcast by the engine."""
+    sync_style: Annotated[Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"], Resume.SAFE] = "fixed"
+    """Who decides when: fixed, trainer_driven and fully_async every sync_interval; explorer_driven on demand."""
+    sync_interval: Annotated[int, Resume.FORK] = Field(default=1, ge=1)
+    """Train steps between transfers."""
+    sync_timeout: Annotated[float, Resume.SAFE] = Field(default=3600.0, gt=0)
+    """Longest wait for the other side, seconds."""
+
+
+class MonitorConfig(Frozen):
+    """Metrics."""
+
+    monitor_type: Annotated[Literal["mlflow"], Resume.SAFE] = "mlflow"
+    """MLflow."""
+    tracking_uri: Annotated[str | None, Resume.SAFE] = None
+    """MLflow server or store. None: MLFLOW_TRACKING_URI, else a sqlite file in checkpoint_root_dir."""
+    experiment: Annotated[str | None, Resume.SAFE] = None
+    """MLflow experiment. None: the project."""
+
+
+class LeaseConfig(Frozen):
+    """One writer per job."""
+
+    ttl_s: Annotated[float, Resume.SAFE] = Field(default=60.0, ge=2)
+    """A holder on another machine that was silent for so long has lost the job, seconds."""
+
+
+class StageConfig(Frozen):
+    """One stage of a run: what differs from the sections above it. Merged deeply: it changes only what it names."""
+
+    stage_name: Annotated[str, Resume.FORK]
+    """Folder and run name of the stage."""
+    model: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Differences in `model`. From the second stage on, the model is the previous stage's last checkpoint."""
+    algorithm: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Differences in `algorithm`."""
+    buffer: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Differences in `buffer`."""
+    trainer: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Differences in `trainer`."""
+    explorer: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Differences in `explorer`."""
+    synchronizer: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Differences in `synchronizer`."""
+
+
+class Config(Frozen):
+    """A whole job.
+
+    Example:
+        >>> Config.model_validate({"model": {"model_path": "m"}, "mode": "train"}).job_path
+        'trinity-flows/rft'
+    """
+
+    mode: Annotated[Literal["both", "train"], Resume.FORK] = "both"
+    """both: explore and train in one process, in turns. train: experiences are written by others."""
+    project: Annotated[str, Resume.FORBIDDEN] = "trinity-flows"
+    """First folder of the job, and the MLflow experiment."""
+    group: Annotated[str, Resume.FORBIDDEN] = ""
+    """Second folder of the job; may be empty."""
+    name: Annotated[str, Resume.FORBIDDEN] = Field(default="rft", min_length=1)
+    """Third folder of the job. Running the same name again resumes it."""
+    checkpoint_root_dir: Annotated[str, Resume.FORBIDDEN] = "runs"
+    """Folder or URL (file://, s3://, gs://, memory://) under which jobs lie."""
+    seed: Annotated[int, Resume.FORK] = 42
+    """Seed of initial weights, sampling and data order."""
+    model: ModelConfig
+    """The model."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The algorithm."""
+    buffer: BufferConfig = BufferConfig()
+    """Tasks and experiences."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer."""
+    explorer: ExplorerConfig = ExplorerConfig()
+    """The explorer."""
+    synchronizer: SynchronizerConfig = SynchronizerConfig()
+    """Weight transfer."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Where metrics go."""
+    lease: LeaseConfig = LeaseConfig()
+    """Who may write."""
+    stages: tuple[StageConfig, ...] = ()
+    """Stages run one after another, each a job of its own under this one's folder."""
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        for field in ("project", "group", "name"):
+            if {"..", "."} & set(getattr(self, field).split("/")) or getattr(self, field).startswith("/"):
+                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a relative folder name without dots")
+        if self.stages:
+            names = [stage.stage_name for stage in self.stages]
+            if len(set(names)) < len(names):
+                raise ValueError(f"stages have the same stage_name: {names}")
+            for stage in self.stages:
+                self.stage(stage.stage_name)
+            return self
+        algorithm = resolve(self.algorithm)
+        if self.train_batch_size % algorithm.group_size:
+            raise ValueError(
+                f"buffer.train_batch_size = {self.train_batch_size} does not hold whole groups of "
+                f"algorithm.repeat_times = {algorithm.group_size}; make it a multiple"
+            )
+        if self.mode == "both" and self.buffer.explorer_input.taskset is None:
+            raise ValueError(
+                "mode: both needs buffer.explorer_input.taskset; mode: train reads a buffer that others fill"
+            )
+        needs_end = self.algorithm.optimizer.lr_scheduler_type != "constant"
+        if self.trainer.total_steps is None and (needs_end or self.mode == "both"):
+            raise ValueError("trainer.total_steps is needed by mode: both and by schedules that decay")
+        if self.mode == "both" and self.synchronizer.sync_method == "nccl":
+            raise ValueError(
+                "synchronizer.sync_method: nccl needs samplers in other processes; in mode: both use memory"
+            )
+        return self
+
+    @property
+    def group_size(self) -> int:
+        """Samples per task."""
+        return resolve(self.algorithm).group_size
+
+    @property
+    def train_batch_size(self) -> int:
+        """Experiences per train step."""
+        return self.buffer.train_batch_size or self.buffer.batch_size * self.group_size
+
+    @property
+    def job_path(self) -> str:
+        """project/group/name, empty parts skipped."""
+        return "/".join(part for part in (self.project, self.group, self.name) if part)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """What the engine is told."""
+        return EngineConfig(
+            trainer_type=self.trainer.trainer_type,
+            model=self.model,
+            algorithm=self.algorithm,
+            total_steps=self.trainer.total_steps,
+            max_token_len_per_gpu=self.trainer.max_token_len_per_gpu,
+            max_nonfinite_steps=self.trainer.max_nonfinite_steps,
+            num_threads=self.trainer.num_threads,
+            seed=self.seed,
+        )
+
+    def stage(self, stage_name: str, model_path: str | None = None) -> Config:
+        """The complete config of one stage: this one with the stage's differences, named <name>/<stage_name>.
+
+        `model_path` replaces the model's source (the previous stage's checkpoint); limits and sampling stay.
+        """
+        stage = next(stage for stage in self.stages if stage.stage_name == stage_name)
+        merged = deep_merge(
+            self.model_dump(exclude_unset=True, exclude={"stages"}),
+            stage.model_dump(exclude_unset=True, exclude={"stage_name"}),
+        )
+        merged["name"] = f"{self.name}/{stage_name}"
+        if model_path is not None:
+            merged["model"] |= {"model_path": model_path, "architecture": None, "tokenizer": None}
+        return Config.model_validate(merged)
+
+
+def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it: mappings are merged key by key, anything else is replaced."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = deep_merge(cast("Mapping[str, Any]", old), cast("Mapping[str, Any]", value))
+        merged[key] = value
+    return merged

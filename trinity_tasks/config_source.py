@@ -1,0 +1,161 @@
+"""Where a `Config` comes from (YAML, `--set`, a form), and what a resume may change.
+
+Every error names field, value and remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from engines.config import Resume
+from engines.errors import ConfigError
+from trinity_tasks.config import Config
+
+
+class Change(NamedTuple):
+    """One field that differs between the job's config and the one given now."""
+
+    field: str
+    before: Any
+    after: Any
+    resume: Resume
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, lay `key.sub=value` overrides over it, validate.
+
+    Raises ConfigError: no such file, not YAML, unknown key (with the nearest known one), or a bad value.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot read the config: {error.strerror}; give a YAML file with -c") from error
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML: {error}") from error
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{file}: a config is a mapping of keys, this file holds {type(raw).__name__}")
+    merged = dict(cast("Mapping[str, Any]", raw))
+    for override in overrides:
+        apply_override(merged, override)
+    return parse_config(merged, where=str(file))
+
+
+def apply_override(raw: dict[str, Any], text: str) -> None:
+    """Set `a.b=value` in `raw`; the value is YAML, an item of a list goes by its number or its name (`stages.grpo...`).
+
+    Raises ConfigError if there is no `=`, the value is not YAML, or the list has no such item.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text!r}: write key=value, for example --set trainer.total_steps=200")
+    try:
+        parsed: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text!r}: the value is not YAML: {error}") from error
+    *parents, last = key.strip().split(".")
+    target: Any = raw
+    for part in parents:
+        target = _list_item(target, part, text) if isinstance(target, list) else target.setdefault(part, {})
+        if not isinstance(target, dict | list):
+            raise ConfigError(f"--set {text!r}: {part} is {target!r}, which has no keys below it")
+    if isinstance(target, list):
+        raise ConfigError(f"--set {text!r}: {last} is a whole item of a list; name a key inside it")
+    target[last] = parsed
+
+
+def _list_item(items: list[Any], part: str, text: str) -> Any:
+    names = [str(item.get("stage_name") or item.get("name") or number) for number, item in enumerate(items)]
+    if part in names:
+        return items[names.index(part)]
+    if part.isdigit() and int(part) < len(items):
+        return items[int(part)]
+    raise ConfigError(f"--set {text!r}: no item {part!r}; there are {', '.join(names)}")
+
+
+def parse_config(raw: Mapping[str, Any], where: str = "config") -> Config:
+    """Validate a mapping. Raises ConfigError that lists every fault with field, value and what is allowed."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(dict(fault)) for fault in error.errors(include_url=False)]
+        raise ConfigError(f"{where}: " + "\n  ".join(lines)) from error
+
+
+def _explain(fault: dict[str, Any]) -> str:
+    location = [part for part in fault["loc"] if not isinstance(part, int)]
+    name = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{name}: unknown key; {hint}"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    shown = "" if isinstance(fault["input"], Mapping | BaseModel) else f" (given: {fault['input']!r})"
+    return f"{name}: {message}{shown}" if name else message
+
+
+def _known_keys(location: Sequence[Any]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = (annotation, *_nested_args(annotation))
+        model = next(item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel))
+    return sorted(model.model_fields)
+
+
+def _nested_args(annotation: Any) -> Iterator[Any]:
+    for item in get_args(annotation):
+        yield item
+        yield from _nested_args(item)
+
+
+def fingerprint(config: Config) -> str:
+    """Sha256 over everything that makes the job this experiment: the FORK and FORBIDDEN fields."""
+    identity = {name: value for name, (value, resume) in _fields(config).items() if resume is not Resume.SAFE}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def changes(before: Mapping[str, Any], after: Config) -> list[Change]:
+    """Fields in which `after` differs from the stored dump of the job's config, with what a resume may do."""
+    old, new = _fields(Config.model_validate(before)), _fields(after)
+    missing = (None, Resume.SAFE)
+    return [
+        Change(name, old.get(name, missing)[0], new.get(name, missing)[0], (new.get(name) or old[name])[1])
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name, missing)[0] != new.get(name, missing)[0]
+    ]
+
+
+def _fields(config: Config) -> dict[str, tuple[Any, Resume]]:
+    """Every field by its dotted name. A stage counts with all it resolves to, so that each field keeps its own rule."""
+    if not config.stages:
+        return dict(_leaves(config))
+    return {
+        f"stages.{stage.stage_name}.{name}": value
+        for stage in config.stages
+        for name, value in _leaves(config.stage(stage.stage_name))
+    }
+
+
+def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Resume]]]:
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in cast("tuple[Any, ...]", value)):
+            for index, item in enumerate(cast("tuple[BaseModel, ...]", value)):
+                yield from _leaves(item, f"{prefix}{name}.{index}.")
+        else:
+            resume = next((item for item in field.metadata if isinstance(item, Resume)), Resume.FORK)
+            yield f"{prefix}{name}", (model.model_dump(mode="json", include={name})[name], resume)

@@ -1,0 +1,75 @@
+"""Where a reader is and what it took: `Cursor`, `RowRange`, `BatchRef`. Values that go into commits and the ledger.
+
+Owns: their JSON. Does not own: moving a cursor, which is `trinity_tasks.buffer`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from pydantic import JsonValue
+
+from engines.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows start to stop - 1 of one shard."""
+
+    shard: str
+    """Path below the job's folder."""
+    start: int
+    stop: int
+    sha256: str | None = None
+    """Hex digest of the shard when it was claimed; `read` refuses another content."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRef:
+    """The rows of one batch, in order."""
+
+    ranges: tuple[RowRange, ...]
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where the next batch begins, for each writer. A row is consumed if and only if it lies before.
+
+    Example:
+        >>> Cursor.start().moved("explorer", 3, 0).to_json()
+        {'explorer': [3, 0]}
+    """
+
+    positions: tuple[tuple[str, int, int], ...] = ()
+    """(writer, shard index, row in it), sorted; a writer that is not named is at (0, 0)."""
+
+    @classmethod
+    def start(cls) -> Cursor:
+        """Before every row."""
+        return cls()
+
+    def at(self, writer: str) -> tuple[int, int]:
+        """(shard index, row) of one writer."""
+        return next(((shard, row) for name, shard, row in self.positions if name == writer), (0, 0))
+
+    def moved(self, writer: str, shard: int, row: int) -> Cursor:
+        """This cursor with one writer at (shard, row)."""
+        others = [position for position in self.positions if position[0] != writer]
+        return Cursor(tuple(sorted([*others, (writer, shard, row)])))
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """writer -> [shard index, row]."""
+        return {writer: [shard, row] for writer, shard, row in self.positions}
+
+    @classmethod
+    def from_json(cls, value: JsonValue) -> Cursor:
+        """Raises DataError if the value is not what `to_json` gives."""
+        cursor = cls()
+        for writer, position in (value if isinstance(value, dict) else {"": value}).items():
+            if not isinstance(position, list) or [type(part) for part in position] != [int, int] or not writer:
+                raise DataError(f"a cursor is {{writer: [shard index, row]}}, not {value!r}")
+            shard, row = cast("list[int]", position)
+            cursor = cursor.moved(writer, shard, row)
+        return cursor

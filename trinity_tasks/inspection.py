@@ -1,0 +1,147 @@
+"""What a job's folder says, without writing to it: `describe`, `verify`, `trace_step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.config import Frozen
+from engines.errors import DataError
+from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.checkpoint import CheckpointStore, Manifest
+from trinity_tasks.evaluator import Evaluation, read_evaluations
+from trinity_tasks.job import JobRecord, read_record
+from trinity_tasks.ledger import Ledger
+from trinity_tasks.storage import Storage
+
+
+class CommitState(Frozen):
+    """One commit, in short."""
+
+    number: int
+    step: int
+    url: str
+    """The checkpoint's folder; `model` below it is an HF folder."""
+    num_bytes: int
+    created_at: str
+    finished: bool
+
+
+class JobState(Frozen):
+    """Where a job stands."""
+
+    url: str
+    name: str
+    job_id: str
+    attempt: int
+    """How many processes have worked on it."""
+    step: int
+    """Step of the last commit."""
+    total_steps: int | None
+    finished: bool
+    num_experiences_trained: int
+    """Rows that the last commit covers."""
+    num_steps_recorded: int
+    """Ledger entries: steps that have started, also those after the last commit."""
+    mlflow_run_id: str | None
+    commits: tuple[CommitState, ...]
+    evaluations: tuple[Evaluation, ...]
+    changes: tuple[dict[str, Any], ...]
+    """Config changes made by resumes."""
+
+    @property
+    def checkpoint_url(self) -> str | None:
+        """The last commit's folder."""
+        return self.commits[-1].url if self.commits else None
+
+    @property
+    def model_url(self) -> str | None:
+        """The last commit's HF folder."""
+        return f"{self.checkpoint_url}/model" if self.commits else None
+
+
+def describe(url: str) -> JobState:
+    """The state of the job at `url`. Raises ConfigError if there is no job, StorageError."""
+    store = Storage(url)
+    record = read_record(store)
+    commits = tuple(_commit(store, manifest) for manifest in CheckpointStore(store).commits())
+    ledger = Ledger(store)
+    step = commits[-1].step if commits else 0
+    recorded = ledger.steps()
+    rows = sum(ledger.read(each).num_rows for each in recorded if each <= step)
+    return JobState(
+        url=store.url,
+        name=str(record.config.get("name")),
+        job_id=record.job_id,
+        attempt=record.attempt,
+        step=step,
+        total_steps=record.config.get("trainer", {}).get("total_steps"),
+        finished=bool(commits and commits[-1].finished),
+        num_experiences_trained=rows,
+        num_steps_recorded=len(recorded),
+        mlflow_run_id=record.mlflow_run_id,
+        commits=commits,
+        evaluations=tuple(read_evaluations(store)),
+        changes=record.changes,
+    )
+
+
+def _commit(store: Storage, manifest: Manifest) -> CommitState:
+    return CommitState(
+        number=manifest.number,
+        step=manifest.step,
+        url=f"{store.url}/{manifest.prefix}",
+        num_bytes=sum(file.size for file in manifest.files),
+        created_at=manifest.created_at,
+        finished=manifest.finished,
+    )
+
+
+def verify(url: str) -> list[str]:
+    """Every problem of every commit and ledger entry: missing, wrong size or hash, unreadable. Empty: all is well."""
+    store = Storage(url)
+    record = read_record(store)
+    checkpoints = CheckpointStore(store)
+    commits = checkpoints.commits()
+    problems = [*checkpoints.skipped, *(problem for commit in commits for problem in checkpoints.verify(commit))]
+    ledger, reader = Ledger(store), ExperienceReader(store, _buffer_name(record))
+    for step in ledger.steps():
+        try:
+            reader.read(ledger.read(step).ref)
+        except (DataError, FileNotFoundError) as error:
+            problems.append(f"ledger step {step}: {error}")
+    return problems
+
+
+def trace_step(url: str, step: int) -> dict[str, Any]:
+    """Which experiences trained this step: ledger entry, and each row's identity, reward and version.
+
+    Raises DataError if no step of that number has been recorded.
+    """
+    store = Storage(url)
+    record = read_record(store)
+    ledger = Ledger(store)
+    try:
+        entry = ledger.read(step)
+    except FileNotFoundError as error:
+        known = ledger.steps()
+        shown = f"{known[0]} to {known[-1]}" if known else "none"
+        raise DataError(f"{url}: no ledger entry for step {step}; recorded steps: {shown}") from error
+    rows = ExperienceReader(store, _buffer_name(record)).read(entry.ref)
+    return {
+        **entry.model_dump(mode="json"),
+        "experiences": [
+            {
+                "eid": row.eid.uid,
+                "reward": row.reward,
+                "model_version": row.model_version,
+                "num_tokens": len(row.tokens),
+                "prompt": row.prompt_text,
+                "response": row.response_text,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _buffer_name(record: JobRecord) -> str:
+    return str(record.config["buffer"]["trainer_input"]["experience_buffer"]["name"])

@@ -1,0 +1,213 @@
+"""`Job`: one job's folder. Its identity (job.json), its lease, and the handles to what lies in it.
+
+Owns: who the job is, whether this config may continue it, and that only one process writes it. Does not own: the
+content of checkpoints, shards or metrics.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engines.config import Frozen, Resume
+from engines.errors import ConfigError
+from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.checkpoint import CheckpointStore
+from trinity_tasks.config import Config
+from trinity_tasks.config_source import changes, fingerprint
+from trinity_tasks.lease import Lease
+from trinity_tasks.ledger import Ledger
+from trinity_tasks.storage import Storage
+from trinity_tasks.tracking import Tracker
+from trinity_tasks.weights import WeightStore
+
+FORMAT_VERSION = 1
+
+
+class JobRecord(Frozen):
+    """job.json: the identity of a job."""
+
+    format_version: int = FORMAT_VERSION
+    job_id: str
+    """Random; the MLflow run carries it as the tag trinity.job_id."""
+    created_at: str
+    """UTC, ISO 8601."""
+    config: dict[str, Any]
+    """The config that the job goes by now."""
+    config_fingerprint: str
+    """Sha256 of the fields that make it this experiment."""
+    code_version: str
+    """Version of trinity-flows that wrote it last."""
+    attempt: int = 0
+    """How many processes have worked on it."""
+    mlflow_run_id: str | None = None
+    """The one MLflow run of the job."""
+    closed_at_step: int | None = None
+    """Last step of a finished job whose metrics have all arrived; None while anything is left to do."""
+    changes: tuple[dict[str, Any], ...] = ()
+    """Config changes made by resumes: attempt, field, before, after."""
+
+
+class Job:
+    """A job that this process may write. Use `Job.open`, then `close`.
+
+    Example:
+        >>> job = Job.open(config)          # doctest: +SKIP
+        >>> job.url                         # doctest: +SKIP
+        'file:///data/runs/project/name'
+    """
+
+    def __init__(self, config: Config, store: Storage, lease: Lease, record: JobRecord) -> None:
+        self.config = config
+        self.store = store
+        self.lease = lease
+        self.record = record
+        self.checkpoints = CheckpointStore(store, lease, keep=config.trainer.max_checkpoints_to_keep)
+        self.ledger = Ledger(store, durable=False)  # every commit flushes, and a resume makes later ones again
+        self.weights = WeightStore(store, lease)
+        buffer = config.buffer.trainer_input.experience_buffer.name
+        writers = [config.explorer.name] if config.mode == "both" else None
+        self.reader = ExperienceReader(store, buffer, writers=writers)
+
+    @property
+    def url(self) -> str:
+        """Where the job lies."""
+        return self.store.url
+
+    @classmethod
+    def open(cls, config: Config) -> Job:
+        """Take the job's lease and make or continue job.json.
+
+        Raises StorageError (cannot be written), LeaseLost (someone else writes it), ConfigError (this config may not
+        continue it; the message shows the difference).
+        """
+        store = job_store(config)
+        store.check_writable()
+        lease = Lease.acquire(store, ttl_s=config.lease.ttl_s)
+        try:
+            record = _continue(store, config)
+            store.write_json("job.json", record.model_dump(mode="json"))
+        except BaseException:
+            lease.release()
+            raise
+        return cls(config, store, lease, record)
+
+    def update(self, **changed: Any) -> None:
+        """Write fields of job.json that have become known. Does nothing if none differs."""
+        record = self.record.model_copy(update=changed)
+        if record != self.record:
+            self.record = record
+            self.store.write_json("job.json", record.model_dump(mode="json"))
+
+    def close(self) -> None:
+        """Wait for a commit in the background, then release the lease. Idempotent. Raises as the commit."""
+        try:
+            self.checkpoints.close()
+        finally:
+            self.lease.release()
+
+
+def open_tracker(job: Job, pending: Sequence[Mapping[str, Any]] = (), parent_job_id: str | None = None) -> Tracker:
+    """The job's one MLflow run, found again on a resume. `pending`: points the last commit held back for it."""
+    record, config = job.record, job.config
+    return Tracker.open(
+        config.monitor,
+        job_id=record.job_id,
+        job_url=job.url,
+        run_name=config.job_path,
+        run_id=record.mlflow_run_id,
+        parent_job_id=parent_job_id,
+        tags={"trinity.attempt": str(record.attempt), "trinity.code_version": record.code_version},
+        params=config.model_dump(mode="json"),
+        pending=pending,
+        root_dir=config.checkpoint_root_dir,
+        project=config.project,
+    )
+
+
+def already_done(config: Config) -> bool:
+    """Whether the config's job is finished and closed, so that running it would do nothing.
+
+    Raises ConfigError if the config may not continue the job that is there.
+    """
+    store = job_store(config)
+    try:
+        record = read_record(store)
+    except ConfigError:
+        return False
+    _allowed_changes(store.url, record.config, config)
+    total = config.trainer.total_steps
+    return record.closed_at_step is not None and (total is None or record.closed_at_step >= total)
+
+
+def job_store(config: Config) -> Storage:
+    """The folder of the config's job."""
+    return Storage(config.checkpoint_root_dir).child(*config.job_path.split("/"))
+
+
+def job_url(config: Config) -> str:
+    """Where the config's job lies, or would lie."""
+    return job_store(config).url
+
+
+def read_record(store: Storage) -> JobRecord:
+    """job.json of an existing job. Raises ConfigError if there is none."""
+    try:
+        return JobRecord.model_validate(store.read_json("job.json"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{store.url}: no job here (job.json is missing); give the URL that the run printed"
+        ) from error
+
+
+def _continue(store: Storage, config: Config) -> JobRecord:
+    now: dict[str, Any] = {
+        "config": config.model_dump(mode="json"),
+        "config_fingerprint": fingerprint(config),
+        "code_version": importlib.metadata.version("trinity-flows"),
+    }
+    try:
+        stored = store.read_json("job.json")
+    except FileNotFoundError:
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        return JobRecord(job_id=secrets.token_hex(8), created_at=created, attempt=1, **now)
+    record = JobRecord.model_validate(stored)
+    changed = _allowed_changes(store.url, record.config, config)
+    now["closed_at_step"] = None
+    attempt = record.attempt + 1
+    log = (*record.changes, *({"attempt": attempt, **change} for change in changed))
+    return record.model_copy(update={**now, "attempt": attempt, "changes": log})
+
+
+def _allowed_changes(url: str, before: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
+    found = changes(before, config)
+    refused = [change for change in found if change.resume is not Resume.SAFE]
+    if refused:
+        lines = [f"  {c.field}: {c.before!r} -> {c.after!r} ({c.resume.value})" for c in refused]
+        raise ConfigError(
+            f"{url}: the job was started with another config:\n" + "\n".join(lines) + "\n"
+            "Go on with the config it was started with, or give the new experiment a name of its own: --set name=..."
+        )
+    return [{"field": c.field, "before": c.before, "after": c.after} for c in found]
+
+
+def fetch_model(model_path: str, into: Path) -> Path:
+    """A local HF folder for `model_path`: itself if local, else downloaded. Raises ConfigError if there is none."""
+    local = Path(model_path).expanduser()
+    if local.is_dir():
+        return local
+    if "://" not in model_path:
+        raise ConfigError(f"model.model_path {model_path}: no such folder; give an HF folder or its URL")
+    store = Storage(model_path)
+    files = store.list("", recursive=True)
+    if not any(file.name == "config.json" for file in files):
+        raise ConfigError(f"model.model_path {model_path}: no config.json there; give the URL of an HF folder")
+    for file in files:
+        target = into / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store.get_file(file.name, target)
+    return into

@@ -1,0 +1,81 @@
+"""The loop's steps as Prefect tasks: the only module of this package that knows Prefect.
+
+Arguments are the plain `Trainer` (Prefect does not walk plain classes), results are small dicts of floats; nothing is
+cached or persisted. Retries only where repeating is harmless: sampling, transfer, saving. Never on `train_step`:
+recovery there is the flow's retry, which prepares again from the last commit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.tasks import Task, exponential_backoff
+
+from engines.errors import ConfigError, DataError, LeaseLost
+from trinity_tasks.loop import Steps
+from trinity_tasks.trainer import Trainer
+
+NEVER_RETRIED = (ConfigError, DataError, LeaseLost)
+"""Repeating cannot help, or must not happen."""
+
+PLAIN: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+
+
+async def _may_help(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    error = await state.aresult(raise_on_failure=False)
+    return not isinstance(error, NEVER_RETRIED)
+
+
+RETRIED: dict[str, Any] = {
+    **PLAIN,
+    "retries": 3,
+    "retry_delay_seconds": exponential_backoff(backoff_factor=2),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": _may_help,
+}
+
+
+@task(task_run_name="prepare", **PLAIN)
+async def prepare(trainer: Trainer) -> None:
+    """Take the lease, restore the last commit, build the engine, open the metrics."""
+    await trainer.prepare()
+
+
+@task(**RETRIED)
+async def explore_step(trainer: Trainer) -> dict[str, float]:
+    """Sample one shard of experiences."""
+    return await trainer.explore_step()
+
+
+@task(**PLAIN)
+async def train_step(trainer: Trainer) -> dict[str, float] | None:
+    """Train on the next batch; None when the data has ended."""
+    return await trainer.train_on_next_batch()
+
+
+@task(**RETRIED)
+async def sync_weight(trainer: Trainer) -> dict[str, float]:
+    """Hand the current weights to the samplers."""
+    return await trainer.sync_weight()
+
+
+@task(**RETRIED)
+async def save_checkpoint(trainer: Trainer) -> dict[str, float]:
+    """Commit everything that a resume needs."""
+    return await trainer.save_now()
+
+
+@task(**RETRIED)
+async def evaluate(trainer: Trainer) -> dict[str, float]:
+    """Measure the current weights on tasks never trained on."""
+    return await trainer.evaluate()
+
+
+def prefect_steps(trainer: Trainer) -> Steps:
+    """The loop's steps as task runs of the flow that is running."""
+    tasks = (explore_step, train_step, sync_weight, save_checkpoint, evaluate)
+    return Steps(*(partial(each, trainer) for each in tasks))

@@ -1,0 +1,43 @@
+"""Where metrics go: which MLflow server or database. Owns the defaults and what is refused; opens nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from engines.errors import ConfigError
+from trinity_tasks.tracked_values import mask_secrets
+
+
+class MonitorLike(Protocol):
+    """What is read of `trinity_tasks.config.MonitorConfig`."""
+
+    @property
+    def tracking_uri(self) -> str | None: ...
+    @property
+    def experiment(self) -> str | None: ...
+
+
+def tracking_uri(monitor: MonitorLike, root_dir: str) -> str:
+    """Where metrics go: the config's URI, else MLFLOW_TRACKING_URI, else a sqlite file in `root_dir`.
+
+    `root_dir` on a remote store leaves the current folder for the sqlite file. Raises ConfigError for a file store.
+    """
+    uri = monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None:
+        root = urlsplit(root_dir)
+        folder = root_dir if "://" not in root_dir else root.path if root.scheme in ("file", "local") else "."
+        return f"sqlite:///{Path(folder).expanduser().resolve() / 'mlflow.db'}"
+    if urlsplit(uri).scheme in ("", "file") and uri != "databricks":
+        raise ConfigError(
+            f"monitor.tracking_uri is {mask_secrets(uri)!r}: MLflow's file store cannot write a step atomically; "
+            "use a server (http://host:5000) or a database (sqlite:////folder/mlflow.db)"
+        )
+    return uri
+
+
+def sqlite_folder(uri: str) -> Path | None:
+    """Folder of a sqlite database; artifacts lie beside it. None for anything else."""
+    return Path(uri.removeprefix("sqlite:///")).absolute().parent if uri.startswith("sqlite:///") else None
