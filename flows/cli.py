@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -19,6 +20,7 @@ import typer
 from engines.errors import ConfigError, StarvedError, TrinityFlowsError
 
 FAILED, USAGE, STARVED, CANCELLED = 1, 2, 3, 130
+STARTED = time.monotonic()
 
 app = typer.Typer(
     name="trinity-flows",
@@ -140,7 +142,7 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     if as_json:
         _print_json(result)
     else:
-        print_result(name, result)
+        print_result(name, result, time.monotonic() - STARTED)
 
 
 def _print_json(value: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from importlib import import_module
 
 DEFAULTS = {
@@ -30,6 +31,8 @@ def set_defaults() -> None:
     """Fill in what the user has not set."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # Prefect 3.9 on pydantic 2.14 says so at every import; nothing that a user could act on.
+    warnings.filterwarnings("ignore", message="The 'alias' attribute with value")
 
 
 def preload(*modules: str) -> None:

@@ -60,12 +60,17 @@ def print_ledger(entry: Mapping[str, Any]) -> None:
     console.print(rows)
 
 
-def print_result(flow: str, result: Mapping[str, Any]) -> None:
-    """What a flow returned."""
+def print_result(flow: str, result: Mapping[str, Any], duration_s: float) -> None:
+    """What a flow returned. duration_s: of the whole command."""
     if flow == "finetune":
         from flows.summary import print_summary
 
-        print_summary(result)
+        summary = dict(result)
+        if summary.pop("already_finished"):
+            console.print("already finished: nothing was trained; this is what it reached")
+            print_summary(summary)
+        else:
+            print_summary({**summary, "duration_s": duration_s})
     elif flow == "train":
         print_job(JobState.model_validate(result))
     elif flow == "compare":

@@ -63,6 +63,8 @@ class Summary(Frozen):
     """Command or address that opens the MLflow UI."""
     prefect_ui: str
     """Command or address that opens the Prefect UI."""
+    already_finished: bool = False
+    """Nothing was trained: the job had been finished before. The rest is what that run had found."""
 
     @classmethod
     def of(
@@ -100,9 +102,7 @@ class Summary(Frozen):
     def last_line(self) -> str:
         """The result in one line."""
         if self.accuracy_before is None or self.accuracy_after is None:
-            return (
-                f"no held-out accuracy: buffer.explorer_input.eval_tasksets is empty; done in {self.duration_s:.0f} s"
-            )
+            return f"done in {self.duration_s:.0f} s; without buffer.explorer_input.eval_tasksets nothing was measured"
         change = f"{self.accuracy_before:.2f} -> {self.accuracy_after:.2f}"
         return f"held-out accuracy {change} in {self.duration_s:.0f} s"
 
@@ -196,6 +196,8 @@ def print_summary(
         if value:
             _print_plain(console, f"{label:<13} {value}")
     _print_plain(console, "")
+    if summary.already_finished:
+        _print_plain(console, "this job was finished before: nothing was trained; the command above goes on with it")
     _print_plain(console, summary.last_line)
 
 

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: stores to write to, and an S3 server (moto, in its own process)."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -27,7 +28,15 @@ sys.stdin.read()
 
 @pytest.fixture(scope="session")
 def s3_environment() -> Iterator[dict[str, str]]:
-    """Environment variables that lead any S3 client, also of a subprocess, to the moto server; one bucket exists."""
+    """Environment variables that lead any S3 client, also of a subprocess, to a server with one bucket.
+
+    A moto server, or the one at TEST_S3_ENDPOINT with the AWS keys of the environment.
+    """
+    if endpoint := os.environ.get("TEST_S3_ENDPOINT"):
+        environment = {"AWS_ENDPOINT_URL_S3": endpoint}
+        _make_bucket(environment)
+        yield environment
+        return
     command = [sys.executable, "-W", "ignore", "-c", MOTO_SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
@@ -38,14 +47,18 @@ def s3_environment() -> Iterator[dict[str, str]]:
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            import s3fs
-
-            s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+        _make_bucket(environment)
         yield environment
         server.stdin.close()
+
+
+def _make_bucket(environment: dict[str, str]) -> None:
+    import s3fs
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(FileExistsError):
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
 
 
 @pytest.fixture

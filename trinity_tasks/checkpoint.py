@@ -35,7 +35,7 @@ from trinity_tasks.ledger import StoredCursor
 from trinity_tasks.storage import DamagedObject, FileRecord, Storage
 
 FORMAT_VERSION = 1
-_PREFIX = re.compile(r"global_step_\d{8,}-[0-9a-f]{8}")
+_PREFIX = re.compile(r"checkpoints/global_step_\d{8,}-[0-9a-f]{8}(?=/)")
 _log = logging.getLogger(__name__)
 
 
@@ -377,7 +377,8 @@ class CheckpointStore:
         lease = self._holder()
         self.wait()
         self.skipped = []
-        found = [f"checkpoints/{name}" for name in self._store.prefixes("checkpoints") if _PREFIX.fullmatch(name)]
+        objects = (info.name for info in self._store.list("checkpoints", recursive=True))
+        found = sorted({match[0] for name in objects if (match := _PREFIX.match(name)) is not None})
         named = {manifest.prefix for manifest in self._newest_first()}
         lease.check()
         orphans = [prefix for prefix in found if prefix not in named] if not self.skipped else []

@@ -66,7 +66,10 @@ def apply_override(raw: dict[str, Any], text: str) -> None:
     *parents, last = key.strip().split(".")
     target: Any = raw
     for part in parents:
-        target = _list_item(target, part, text) if isinstance(target, list) else target.setdefault(part, {})
+        if isinstance(target, list):
+            target = _list_item(cast("list[Any]", target), part, text)
+        else:
+            target = cast("dict[str, Any]", target).setdefault(part, {})
         if not isinstance(target, dict | list):
             raise ConfigError(f"--set {text!r}: {part} is {target!r}, which has no keys below it")
     if isinstance(target, list):

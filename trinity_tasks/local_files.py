@@ -206,13 +206,6 @@ class LocalFiles:
                 continue
         return found
 
-    def prefixes(self, prefix: str) -> list[str]:
-        try:
-            with os.scandir(self._full(prefix)) as entries:
-                return [entry.name for entry in entries if entry.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
     def size(self, path: str) -> int | None:
         try:
             status = os.stat(self._full(path))

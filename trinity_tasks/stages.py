@@ -7,11 +7,14 @@ stages' runs are. Does not own: running a stage (`flows.train`). A config withou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import JobState, describe
-from trinity_tasks.job import Job, open_tracker
+from trinity_tasks.job import Job, already_done, job_store, job_url, open_tracker
 from trinity_tasks.tracking import RunStatus, Tracker
+
+SUMMARY_FILE = "summary/summary.json"
 
 
 class StagedRun:
@@ -50,22 +53,56 @@ class StagedRun:
         self.results.append(state)
         return state
 
+    def finished_summary(self) -> dict[str, Any] | None:
+        """The summary that was published, if no stage has anything left to do; else None.
+
+        Raises ConfigError if the config may not continue the jobs that are there.
+        """
+        store = job_store(self._config)
+        try:
+            summary = store.read_json(SUMMARY_FILE)
+        except FileNotFoundError:
+            return None
+        stages = StagedRun(self._config)
+        for stage in stages.remaining():
+            if not already_done(stage):
+                return None
+            stages.finished(job_url(stage))
+        return cast("dict[str, Any]", summary)
+
+    def history(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric of the last stage, over all its attempts."""
+        return self._open_tracker().metric_history(key, run_id=self.results[-1].mlflow_run_id)
+
+    @property
+    def mlflow_ui(self) -> str:
+        """What opens the MLflow UI."""
+        return self._open_tracker().ui_command
+
+    def url_of(self, name: str) -> str:
+        """Where a published file lies."""
+        return job_store(self._config).where(name)
+
     def publish(self, texts: Mapping[str, str], files: Mapping[str, bytes], metrics: Mapping[str, float]) -> None:
-        """Put the summary on the parent's MLflow run (a config without stages: on the job's own run)."""
+        """Keep the summary in the parent's folder and on its MLflow run; without stages, the job's own."""
+        store, tracker = job_store(self._config), self._open_tracker()
+        contents = {name: text.encode() for name, text in texts.items()} | dict(files)
+        for name, data in sorted(contents.items(), key=lambda item: item[0] == SUMMARY_FILE):  # it comes last
+            store.write(name, data)
+            tracker.log_bytes(data, name)
+        tracker.log(sum(state.step for state in self.results), metrics, stream="summary")
+
+    def _open_tracker(self) -> Tracker:
         if self._tracker is None:
             self._job = Job.open(self._config)
             self._tracker = open_tracker(self._job)
-        for name, text in texts.items():
-            self._tracker.log_text(text, name)
-        for name, data in files.items():
-            self._tracker.log_bytes(data, name)
-        self._tracker.log(sum(state.step for state in self.results), metrics, stream="summary")
+        return self._tracker
 
-    def close(self, status: RunStatus = "FINISHED") -> None:
+    def close(self, status: RunStatus) -> None:
         """Close the parent's MLflow run and release its lease. Idempotent."""
-        if self._tracker is not None:
-            self._tracker.close(status)
-            if self._job is not None:
-                self._job.update(mlflow_run_id=self._tracker.run_id)
+        if self._tracker is not None and self._job is not None:
+            closed = self._tracker.close(status) and status == "FINISHED"
+            step = self.results[-1].step if closed else None
+            self._job.update(mlflow_run_id=self._tracker.run_id, closed_at_step=step)
         if self._job is not None:
             self._job.close()

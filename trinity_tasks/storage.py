@@ -77,7 +77,6 @@ class _Backend(Protocol):
     def upload(self, local: Path, path: str, move: bool) -> None: ...
     def download(self, path: str, local: Path) -> None: ...
     def list(self, prefix: str, recursive: bool) -> list[tuple[str, int]]: ...
-    def prefixes(self, prefix: str) -> list[str]: ...
     def size(self, path: str) -> int | None: ...
     def remove(self, path: str) -> None: ...
     def remove_tree(self, prefix: str) -> None: ...
@@ -235,16 +234,6 @@ class _RemoteFiles:
                 for entry in entries
                 if entry["type"] == "file" and not entry["name"].endswith("/")
             ]
-
-        return self._call(call)
-
-    def prefixes(self, prefix: str) -> list[str]:
-        def call(fs: Any) -> list[str]:
-            try:
-                entries = fs.ls(self._full(prefix), detail=True)
-            except FileNotFoundError:
-                return []
-            return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
 
         return self._call(call)
 
@@ -430,11 +419,6 @@ class Storage:
         with self._told("list", prefix):
             found = self._backend.list(self._checked(prefix) if prefix else "", recursive)
         return [ObjectInfo(name, size) for name, size in sorted(found)]
-
-    def prefixes(self, prefix: str = "") -> list[str]:
-        """Last names of the prefixes (folders) directly below a prefix, sorted."""
-        with self._told("list", prefix):
-            return sorted(self._backend.prefixes(self._checked(prefix) if prefix else ""))
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None if there is none."""

@@ -8,7 +8,7 @@ recovery there is the flow's retry, which prepares again from the last commit.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -39,16 +39,24 @@ RETRIED: dict[str, Any] = {
 }
 
 
-@task(task_run_name="prepare", **PLAIN)
+class Explores(Protocol):
+    """A trainer in mode both, or an explorer of its own."""
+
+    async def explore_step(self) -> dict[str, float]:
+        """Write the next shard."""
+        ...
+
+
+@task(**PLAIN)
 async def prepare(trainer: Trainer) -> None:
     """Take the lease, restore the last commit, build the engine, open the metrics."""
     await trainer.prepare()
 
 
 @task(**RETRIED)
-async def explore_step(trainer: Trainer) -> dict[str, float]:
+async def explore_step(explorer: Explores) -> dict[str, float]:
     """Sample one shard of experiences."""
-    return await trainer.explore_step()
+    return await explorer.explore_step()
 
 
 @task(**PLAIN)

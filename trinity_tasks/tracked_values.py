@@ -41,12 +41,12 @@ def sanitize_name(name: str) -> str:
 
 
 def mask_secrets(value: Any, key: str = "") -> Any:
-    """`value` with every secret replaced: values under secret-looking keys, and logins inside URLs."""
+    """`value` with every secret replaced: all below a secret-looking key, and logins inside URLs."""
+    if value not in (None, "") and _SECRET.search(key.rpartition(".")[2]):
+        return MASK
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         return {str(name): mask_secrets(item, str(name)) for name, item in items}
-    if value not in (None, "") and _SECRET.search(key.rpartition(".")[2]):
-        return MASK
     if isinstance(value, str):
         return _URL_LOGIN.sub(f"{MASK}@", value)
     if isinstance(value, Sequence) and not isinstance(value, bytes):

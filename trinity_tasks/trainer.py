@@ -250,7 +250,8 @@ class Trainer:
         """Produce one shard of experiences (mode both)."""
         assert self.explorer is not None, "only in mode: both"
         metrics = await self.explorer.explore_step()
-        self._metrics |= metrics
+        # What is a fact of the rows is logged when they train: a resume that finds the shard logs it all the same.
+        self._metrics |= {name: value for name, value in metrics.items() if name.startswith(("time/", "perf/"))}
         return metrics
 
     async def train_on_next_batch(self) -> dict[str, float] | None:
@@ -414,6 +415,8 @@ def _batch_metrics(exps: list[Experience], step: int) -> dict[str, float]:
     return {
         "sample/task_count": float(len({exp.eid.tid for exp in exps})),
         "sample/num_rows": float(len(exps)),
+        "sample/num_unscored": float(sum(exp.reward is None for exp in exps)),
+        "sample/truncated_share": sum(exp.truncate_status is not None for exp in exps) / len(exps),
         "sample/model_version_min": float(versions.min()),
         "sample/model_version_mean": float(versions.mean()),
         "sample/model_version_max": float(versions.max()),

@@ -19,7 +19,7 @@ from trinity_tasks.folders import fetch_folder, missing_files, store_folder
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import FileRecord, Storage
 
-_VERSION = re.compile(r"version_(\d{8,})")
+_VERSION = re.compile(r"weights/version_(\d{8,})/")
 
 
 class WeightManifest(Frozen):
@@ -78,8 +78,8 @@ class WeightStore:
 
     def versions(self) -> list[int]:
         """Versions with any object, complete or not, ascending."""
-        matches = (_VERSION.fullmatch(name) for name in self._store.prefixes("weights"))
-        return sorted(int(match[1]) for match in matches if match is not None)
+        matches = (_VERSION.match(info.name) for info in self._store.list("weights", recursive=True))
+        return sorted({int(match[1]) for match in matches if match is not None})
 
     def _read(self, version: int) -> WeightManifest | None:
         path = f"{_folder(version)}/manifest.json"

@@ -162,7 +162,7 @@ class LayeredDecoder:
         weights = torch.softmax(scores, -1).to(values.dtype)
         out = self._by_row(torch.matmul(self._by_prompt(weights[..., :length]), prompt_values), query.shape[2])
         out = out + torch.matmul(weights[..., length : length + generated], values.transpose(-1, -2))
-        return out.view(rows, 1, heads * width)
+        return out.reshape(rows, 1, heads * width)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """[B, K, R, X] of the rows as [P, K, n * R, X] of their prompts; rows that are gone are zeros."""

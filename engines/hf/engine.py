@@ -185,9 +185,9 @@ class HfEngine(TrainEngineWrapper):
         except Exception as error:  # the engine worker boundary: whatever torch raises, the weights are now unknown
             self._discard(f"train step {self._train_step_num + 1} failed: {error}")
             raise EngineError(
-                f"train step {self._train_step_num + 1} on {len(rows.rows)} rows failed: {type(error).__name__}: {error}; "
-                "prepare again to go on from the last checkpoint, with a lower trainer.max_token_len_per_gpu if memory "
-                "ran out"
+                f"train step {self._train_step_num + 1} of {len(rows.rows)} rows failed with {type(error).__name__}: "
+                f"{error}; prepare again to go on from the last checkpoint, with a lower trainer.max_token_len_per_gpu "
+                "if memory ran out"
             ) from error
         parts.consecutive_nonfinite = report.consecutive_nonfinite
         self._train_step_num += 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +28,8 @@ from engines.text import build_tokenizer
 
 disable_progress_bar()  # of transformers: it would write over our own display
 
+ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+"""Older spelling of parts of rope_parameters, which transformers still takes."""
 SELF_CHECK_TOLERANCE = 1e-3
 """Largest difference between our logprobs and the model's own, nats, in float32."""
 
@@ -64,14 +67,19 @@ def load(config: ModelConfig, folder: Path | None, seed: int, device: torch.devi
 def save(loaded: LoadedModel, folder: Path) -> None:
     """Write model and tokenizer as an HF folder that `AutoModelForCausalLM.from_pretrained` reads."""
     loaded.model.save_pretrained(folder)
+    for how_it_was_loaded in ("is_local", "local_files_only"):  # else a resumed run would save other bytes
+        loaded.tokenizer.init_kwargs.pop(how_it_was_loaded, None)
     loaded.tokenizer.save_pretrained(folder)
 
 
 def twin(loaded: LoadedModel) -> PreTrainedModel:
-    """Another instance of the same model with transformers' own attention and equal weights, sharing no memory."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        type(loaded.model.config).from_dict(loaded.model.config.to_dict()), dtype=torch.float32
-    )
+    """Another instance of the same model with transformers' own attention and equal weights, sharing no memory.
+
+    The random generators stay as they are: a resumed run makes a twin too, and must go on with the same numbers.
+    """
+    config = type(loaded.model.config).from_dict(loaded.model.config.to_dict())
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.model.state_dict())
     return _to(model, loaded.model.device).eval().requires_grad_(False)
 
@@ -107,6 +115,8 @@ def _build(config: ModelConfig, seed: int) -> LoadedModel:
             f"model.architecture.model_type = {model_type!r} is not known{_hint(model_type, CONFIG_MAPPING)}"
         )
     known = vars(CONFIG_MAPPING[model_type]()).keys() | CONFIG_MAPPING[model_type].attribute_map.keys()
+    if "rope_parameters" in known:
+        known |= ROPE_KEYS
     for key in keys.keys() - known:
         raise ConfigError(f"model.architecture.{key} is not a key of {model_type}{_hint(key, known)}")
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
@@ -115,7 +125,7 @@ def _build(config: ModelConfig, seed: int) -> LoadedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"model.architecture {config.architecture} cannot be built: {error}") from error
     return _with_tokens(model, tokenizer)
 
@@ -131,6 +141,8 @@ def _read(folder: Path) -> LoadedModel:
         raise ConfigError(
             f"{folder} has no tokenizer that can be read ({error}); put its files beside config.json"
         ) from error
+    for trace in ("is_local", "local_files_only"):  # of how it was loaded: it would be saved with the tokenizer
+        tokenizer.init_kwargs.pop(trace, None)
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -144,6 +156,10 @@ def _read(folder: Path) -> LoadedModel:
         raise EngineError(
             f"{folder} lacks {len(missing)} tensors of its model, {missing[0]} first; it would train from noise"
         )
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Tensors read from a file lie at any address, and products may round differently there: a resumed run would
+        # drift from one that was not stopped. A clone is aligned as every new tensor is.
+        tensor.data = tensor.data.clone()
     return _with_tokens(model, tokenizer)
 
 
@@ -200,8 +216,8 @@ def _choose_layout(policy: Policy) -> Layout:
         if (_our_logprobs(policy, rows, layout) - expected).abs().max() <= SELF_CHECK_TOLERANCE:
             return layout
     raise EngineError(
-        f"{type(policy.model).__name__} is not supported: logprobs from its hidden states and output matrix differ from "
-        f"its own by more than {SELF_CHECK_TOLERANCE}; its head does more than one matrix product (soft cap, scaling)"
+        f"{type(policy.model).__name__} is not supported: logprobs from its hidden states and output matrix differ "
+        f"from its own by more than {SELF_CHECK_TOLERANCE}; its head does more than one product (soft cap, scaling)"
     )
 
 

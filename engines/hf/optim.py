@@ -104,7 +104,7 @@ class AdamW:
         for key, value in tensors.items():
             kind, name = key.split(".", 1)
             parameter = self._parameters[name]
-            state.setdefault(parameter, {})[kind] = value.to(parameter.device)
+            state.setdefault(parameter, {})[kind] = value.clone().to(parameter.device)  # a clone does not map the file
         self._adamw.state.clear()
         self._adamw.state.update(state)
 

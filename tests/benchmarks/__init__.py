@@ -1,1 +1,1 @@
-"""Benchmarks of the whole product: `python -m tests.benchmarks`. Ratios are taken within one run, figures kept beside them."""
+"""Benchmarks of the whole product: `python -m tests.benchmarks`. Ratios within one run, raw figures beside them."""

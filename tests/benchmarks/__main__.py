@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks [--only NAME ...] [--out build/bench.json]`: run, print a table, write one flat JSON object.
+"""`python -m tests.benchmarks [NAME ...] [--out build/bench.json]`: run, print a table, write one flat JSON object.
 
 Exit codes: 0 all ran (a bound that is missed is shown, not an error), 1 a benchmark failed, 2 no such benchmark.
 """
@@ -25,11 +25,12 @@ STDERR_LINES_SHOWN = 30
 def main(arguments: list[str] | None = None) -> int:
     """Run the chosen benchmarks one after another; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="benchmarks or keys to run; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks or keys to run; all by default")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="the same")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "bench.json", help="file to write")
     options = parser.parse_args(arguments)
     try:
-        chosen = select(options.only)
+        chosen = select([*options.names, *options.only])
     except KeyError as error:
         parser.error(error.args[0])
     results: dict[str, object] = {

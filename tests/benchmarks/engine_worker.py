@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engines.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from engines.experience import EID, Experience
 from engines.registry import get_trainer_wrapper
@@ -60,9 +62,9 @@ def _config(spec: dict[str, Any]) -> EngineConfig:
 def _experiences(folder: Path) -> list[Experience]:
     return [
         Experience(
-            tokens=row.prompt + row.response,
+            tokens=np.asarray(row.prompt + row.response, np.int32),
             prompt_length=len(row.prompt),
-            logprobs=row.logprobs,
+            logprobs=np.asarray(row.logprobs, np.float32),
             reward=row.reward,
             eid=EID(batch=0, task=index // GROUP_SIZE, run=index % GROUP_SIZE),
         )

@@ -18,6 +18,8 @@ from typing import IO, Any, Self
 
 from tests.benchmarks import machine
 
+WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
 
 class Commands:
     """The worker's side of the pipe. Anything that libraries print goes to stderr."""
@@ -67,7 +69,7 @@ class Worker:
             stderr=self._log,
             text=True,
             cwd=machine.REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | WORKER_ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)},
         )
 
     def __enter__(self) -> Self:

@@ -1,9 +1,9 @@
-"""The train step against TRL's GRPO optimisation step: same weights, same sequences, same rewards, threads and optimizer.
+"""The train step against TRL's GRPO optimisation step: same weights, sequences, rewards, optimizer and threads.
 
-All sides run in turns in one run. Each is given its best precision of float32 and bfloat16, and both are reported. TRL runs
-without gradient checkpointing, its default, which is a fifth slower here and saves a tenth of its memory.
-Both do the same work: number of trained tokens, loss and gradient norm of the first step are compared before anything
-is reported.
+All sides run in turns in one run. Each side's ratio is taken at its best precision, float32 or bfloat16; both are
+reported. TRL runs without its default gradient checkpointing: with it, one sample took an eighth more processor time
+and a ninth less memory. That both do the same work is checked before anything is reported: number of trained tokens,
+loss and gradient norm of the first step.
 """
 
 from __future__ import annotations

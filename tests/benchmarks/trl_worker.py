@@ -4,6 +4,9 @@ A step runs from `on_step_begin` to `on_step_end`: padding, rewards and advantag
 micro-batch, clip, optimizer. TRL also computes entropy and clip metrics, which cannot be turned off.
 """
 
+# The extra `bench` may not be installed where types are checked.
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import json
@@ -77,7 +80,7 @@ def _trainer(spec: dict[str, Any], output: str, clock: _StepClock) -> GRPOTraine
             "stored_reward": [row.reward for row in rows],
         }
 
-    def reward(stored_reward: list[float], **_: Any) -> list[float]:
+    def reward(stored_reward: list[float | None], **_: Any) -> list[float | None]:
         return stored_reward
 
     arguments = GRPOConfig(

@@ -88,8 +88,10 @@ def code_carrying_reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", EVERY, ids=name_of)
 def test_file_is_short_named_and_explained(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.isascii(), "only ASCII in sources"
-    assert len(text.splitlines()) < MAX_LINES, f"{len(text.splitlines())} lines: split it by concept"
+    foreign = [number for number, line in enumerate(text.splitlines(), 1) if not line.isascii()]
+    assert not foreign, f"lines {foreign}: only ASCII in sources; write other characters as escapes"
+    num_lines = text.count("\n")
+    assert num_lines < MAX_LINES, f"{num_lines} lines: split it by concept"
     assert ast.get_docstring(tree_of(path)), "a module docstring says what the file owns and what it does not"
     vague = VAGUE & {part for name in path.relative_to(REPO).with_suffix("").parts for part in name.split("_")}
     assert not vague, f"{vague} says nothing: name the file after what it owns"

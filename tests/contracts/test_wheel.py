@@ -1,5 +1,6 @@
 """The built wheel works by itself: installed into a clean environment, run from another folder."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.integration.small_job import small_config
 
 REPO = Path(__file__).parents[2]
 PACKAGES = ("engines", "trinity_tasks", "flows")
@@ -28,8 +31,8 @@ for package in ("engines", "trinity_tasks", "flows"):
 OPTIONAL = {"engines.ray_fsdp"}  # needs the extra `ray`
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+def run(*command: str | Path, cwd: Path, **extra: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | extra
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=250
     )
@@ -82,3 +85,13 @@ def test_command_line_runs_from_another_folder(clean_bin: Path, tmp_path: Path) 
     assert "finetune" in run(clean_bin / "trinity-flows", "--help", cwd=tmp_path)
     assert "--set" in run(clean_bin / "trinity-flows", "finetune", "--help", cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wheel_trains_and_verifies_a_job_in_another_folder(clean_bin: Path, tmp_path: Path) -> None:
+    config = small_config("runs", "trainer.total_steps=2", "trainer.save_interval=2")
+    (tmp_path / "small.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    command = clean_bin / "trinity-flows"
+    trained = run(command, "train", "-c", "small.yaml", cwd=tmp_path, PREFECT_HOME=str(tmp_path / "prefect"))
+    assert "step 2 of 2" in trained
+    assert sorted(path.name for path in (tmp_path / "runs/tests/small/commits").iterdir()) == ["00000001.json"]
+    run(command, "verify", "runs/tests/small", cwd=tmp_path)

@@ -15,7 +15,8 @@ NOT_COMPARED = ("time/", "perf/")
 
 def final_state(job: Path) -> dict[str, str]:
     """sha256 of every file of the last commit that training determines."""
-    manifest = json.loads(sorted((job / "commits").iterdir())[-1].read_text())
+    manifests = [json.loads(file.read_text()) for file in sorted((job / "commits").iterdir())]
+    manifest = [each for each in manifests if each["kind"] == "checkpoint"][-1]
     names = [file["path"].removeprefix(manifest["prefix"] + "/") for file in manifest["files"]]
     kept = [name for name in names if name != "metrics_spool.json"]
     return {name: hashlib.sha256((job / manifest["prefix"] / name).read_bytes()).hexdigest() for name in kept}

@@ -6,10 +6,14 @@ the one MLflow run, each step exactly once.
 
 from __future__ import annotations
 
+import itertools
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tests.integration.job_digest import final_state, ledger, metrics
 from tests.integration.kill_target import start
@@ -22,9 +26,32 @@ def job_of(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's schema, which takes seconds to make."""
+    file = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def new_root(tmp_path: Path, empty_mlflow: Path) -> Callable[[], Path]:
+    """Makes an empty folder for jobs."""
+    numbers = itertools.count()
+
+    def make() -> Path:
+        root = tmp_path / str(next(numbers))
+        root.mkdir()
+        shutil.copy(empty_mlflow, root)
+        return root
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> tuple[Path, int]:
     """(root, number of durable actions) of a run that nobody killed."""
     root = tmp_path_factory.mktemp("undisturbed")
+    shutil.copy(empty_mlflow, root)
     assert start(root, 0, root / "count") == 0
     return root, int((root / "count").read_text())
 
@@ -48,41 +75,41 @@ def kill_and_finish(root: Path, points: list[int]) -> int:
     raise AssertionError("the last run cannot be killed")
 
 
-def test_two_undisturbed_runs_agree(undisturbed: tuple[Path, int], tmp_path: Path) -> None:
-    assert start(tmp_path, 0, tmp_path / "count") == 0
-    assert_same(tmp_path, undisturbed[0])
+def test_two_undisturbed_runs_agree(undisturbed: tuple[Path, int], new_root: Callable[[], Path]) -> None:
+    root = new_root()
+    assert start(root, 0, root / "count") == 0
+    assert_same(root, undisturbed[0])
 
 
 @pytest.mark.timeout(300)
-def test_killed_at_ten_random_points(undisturbed: tuple[Path, int], tmp_path: Path) -> None:
+def test_killed_at_ten_random_points(undisturbed: tuple[Path, int], new_root: Callable[[], Path]) -> None:
     reference, num_actions = undisturbed
     draw = random.Random(20261202)
     points = [draw.randrange(1, num_actions) for _ in range(10)]
-    for number, point in enumerate(points):
-        root = tmp_path / str(number)
-        root.mkdir()
+    for point in points:
+        root = new_root()
         assert kill_and_finish(root, [point]) == 1, f"action {point} of {num_actions} was not reached"
         assert_same(root, reference)
 
 
 @pytest.mark.timeout(300)
-def test_killed_again_and_again(undisturbed: tuple[Path, int], tmp_path: Path) -> None:
+def test_killed_again_and_again(undisturbed: tuple[Path, int], new_root: Callable[[], Path]) -> None:
     reference, num_actions = undisturbed
     draw = random.Random(7)
-    deaths = kill_and_finish(tmp_path, [draw.randrange(1, max(num_actions // 2, 2)) for _ in range(8)])
+    root = new_root()
+    deaths = kill_and_finish(root, [draw.randrange(1, max(num_actions // 2, 2)) for _ in range(8)])
     assert deaths >= 2
-    assert_same(tmp_path, reference)
+    assert_same(root, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.torture
 @pytest.mark.timeout(5400)
-def test_killed_at_a_hundred_random_points(undisturbed: tuple[Path, int], tmp_path: Path) -> None:
+def test_killed_at_a_hundred_random_points(undisturbed: tuple[Path, int], new_root: Callable[[], Path]) -> None:
     reference, num_actions = undisturbed
     draw = random.Random()
-    for number in range(100):
+    for _ in range(100):
         point = draw.randrange(1, num_actions)
-        root = tmp_path / str(number)
-        root.mkdir()
+        root = new_root()
         assert kill_and_finish(root, [point, draw.randrange(1, num_actions)]) >= 1, f"action {point} was not reached"
         assert_same(root, reference)

@@ -1,75 +1,27 @@
 """CheckpointStore: what a crash, a damaged object, a second writer and a full disk can and cannot do."""
 
-import dataclasses
 import errno
-import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engines.errors import CheckpointError, LeaseLost, StorageError
+from engines.errors import CheckpointError, StorageError
 from tests.faulty_s3 import FaultyS3
-from trinity_tasks.checkpoint import CheckpointStore, Manifest
-from trinity_tasks.cursor import Cursor
+from tests.held_job import CURSOR, Job, flip, open_job, restored_step, safetensors, staged
+from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import Storage
 
-CURSOR = Cursor.start().moved("explorer", 3, 5)
 
-
-def safetensors(values: bytes) -> bytes:
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(values)], "data_offsets": [0, len(values)]}}).encode()
-    return len(header).to_bytes(8, "little") + header + values
-
-
-def staged(folder: Path, step: int, size: int = 1000) -> Path:
-    """A snapshot whose content tells its step."""
-    path = folder / f"staged-{step}"
-    (path / "model").mkdir(parents=True)
-    (path / "model" / "model.safetensors").write_bytes(safetensors(bytes([step % 256]) * size))
-    (path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    (path / "engine_state.json").write_text(json.dumps({"step": step}))
-    return path
-
-
-def restored_step(folder: Path) -> int:
-    return json.loads((folder / "engine_state.json").read_text())["step"]
-
-
-def flip(store: Storage, path: str) -> None:
-    data = bytearray(store.read_bytes(path))
-    data[-1] ^= 1
-    store.write(path, bytes(data))
-
-
-@dataclasses.dataclass
-class Job:
-    """A job that this process holds."""
-
-    store: Storage
-    lease: Lease
-    checkpoints: CheckpointStore
-    folder: Path
-
-    def commit(self, step: int) -> Manifest:
-        return self.checkpoints.commit(staged(self.folder, step), step=step, cursor=CURSOR)
-
-    def objects(self) -> set[str]:
-        return {info.name for info in self.store.list("checkpoints", recursive=True)}
-
-
-def open_job(url: str, folder: Path, keep: int = 0) -> Job:
-    store = Storage(url)
-    lease = Lease.acquire(store)
-    return Job(store, lease, CheckpointStore(store, lease, keep), folder)
+def impatient(proxy: FaultyS3, url: str) -> Storage:
+    """A Storage behind the proxy that tries nothing twice."""
+    options = {"endpoint_url": proxy.url, "config_kwargs": {"retries": {"max_attempts": 0}}}
+    return Storage(url, options, retry_s=0)
 
 
 @pytest.fixture
@@ -85,21 +37,6 @@ def local_job(tmp_path: Path) -> Iterator[Job]:
     job = open_job(str(tmp_path / "store"), tmp_path)
     yield job
     job.lease.release()
-
-
-def impatient(proxy: FaultyS3, url: str) -> Storage:
-    """A Storage behind the proxy that tries nothing twice."""
-    options = {"endpoint_url": proxy.url, "config_kwargs": {"retries": {"max_attempts": 0}}}
-    return Storage(url, options, retry_s=0)
-
-
-def overtaken(job: Job) -> None:
-    """Make the lease of `job` look like that of a process that died."""
-    path = f"lease/{job.lease.number:08d}.json"
-    record = job.store.read_json(path)
-    assert isinstance(record, dict)
-    assert isinstance(record["holder"], dict)
-    job.store.write_json(path, {**record, "holder": {**record["holder"], "started": "1"}})
 
 
 def test_a_commit_comes_back_whole(job: Job) -> None:
@@ -295,106 +232,6 @@ def test_full_disk_leaves_the_last_commit(local_job: Job, monkeypatch: pytest.Mo
     assert latest is not None
     assert (latest.step, local_job.checkpoints.verify(latest)) == (10, [])
     assert local_job.commit(20).number == 2
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.test_checkpoint import open_job, staged
-from trinity_tasks.storage import Storage
-job = open_job(sys.argv[1], Path(sys.argv[2]))
-job.commit(10)
-original = getattr(Storage, sys.argv[3])
-def die(self, *args, **kwargs):
-    if any(sys.argv[4] in str(arg) for arg in args):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, *args, **kwargs)
-setattr(Storage, sys.argv[3], die)
-job.commit(20)
-"""
-
-
-@pytest.mark.parametrize(
-    ("method", "argument"),
-    [("put_file", "model/model.safetensors"), ("create_json", "commits/00000002")],
-    ids=["between two uploads", "between uploads and manifest"],
-)
-def test_sigkill_during_a_commit_leaves_the_one_before(
-    shared_store_url: str, tmp_path: Path, python_environment: dict[str, str], method: str, argument: str
-) -> None:
-    command = [sys.executable, "-c", KILLED, shared_store_url, str(tmp_path), method, argument]
-    assert subprocess.run(command, env=python_environment, timeout=60).returncode == -signal.SIGKILL
-    job = open_job(shared_store_url, tmp_path / "next")
-    assert job.lease.took_over
-    restored = job.checkpoints.restore_latest(tmp_path / "back")
-    assert restored is not None
-    assert restored.step == restored_step(tmp_path / "back") == 10
-    orphans = job.checkpoints.clean_orphans()
-    assert [orphan.split("-")[0] for orphan in orphans] == ["checkpoints/global_step_00000020"]
-    assert job.objects() == {f"{restored.prefix}/{file.path}" for file in restored.files}
-    assert [manifest.kind for manifest in (job.checkpoints._read(1), job.checkpoints._read(2))] == [
-        "checkpoint",
-        "fence",
-    ]
-    assert job.commit(20).number == 3
-    job.lease.release()
-
-
-def test_zombie_is_refused_by_the_fence(shared_store_url: str, tmp_path: Path) -> None:
-    zombie = open_job(shared_store_url, tmp_path / "zombie")
-    zombie.commit(10)
-    overtaken(zombie)
-    job = open_job(shared_store_url, tmp_path / "job")
-    # The zombie has asked for its lease just before it was overtaken, and now goes on: nothing but the fence stops it.
-    zombie.lease.check = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(LeaseLost, match=r"commit 2 was made by another process \(lease 2, ours is 1\)"):
-        zombie.commit(20)
-    assert job.commit(30).number == 3
-    with pytest.raises(LeaseLost, match="commit 2 was made by another process"):
-        zombie.commit(20)
-    assert [manifest.step for manifest in job.checkpoints.commits()] == [10, 30]
-    assert len(job.objects()) == 6
-    job.lease.release()
-    zombie.lease.release()
-
-
-def test_zombie_that_asks_is_told_who_has_the_job(local_job: Job) -> None:
-    overtaken(local_job)
-    job = open_job(local_job.store.url, local_job.folder / "job")
-    with pytest.raises(LeaseLost, match=r"was taken over by pid \d+ on .* \(lease 2, ours was 1\)"):
-        local_job.commit(10)
-    assert job.objects() == set()
-    job.lease.release()
-
-
-def test_commit_that_a_zombie_made_before_the_fence_counts(local_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    local_job.commit(10)
-    overtaken(local_job)
-    create_json = Storage.create_json
-
-    def zombie_first(self: Storage, path: str, value: dict[str, object], **kwargs: bool) -> None:
-        if value.get("kind") == "fence":
-            monkeypatch.setattr(Storage, "create_json", create_json)
-            local_job.lease.check = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-            local_job.commit(20)
-        create_json(self, path, value, **kwargs)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(Storage, "create_json", zombie_first)
-    job = open_job(local_job.store.url, local_job.folder / "job")
-    latest = job.checkpoints.latest()
-    assert latest is not None
-    assert latest.step == 20
-    with pytest.raises(LeaseLost, match="commit 3 was made by another process"):
-        local_job.commit(30)
-    job.lease.release()
-
-
-def test_released_job_goes_on_without_a_fence(local_job: Job) -> None:
-    local_job.commit(10)
-    local_job.lease.release()
-    job = open_job(local_job.store.url, local_job.folder)
-    assert job.commit(20).number == 2
-    job.lease.release()
 
 
 def test_reader_cannot_write(local_job: Job) -> None:

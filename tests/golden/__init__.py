@@ -1,0 +1,1 @@
+"""Golden vectors of the reference system, and where we differ from it on purpose."""
