@@ -41,11 +41,16 @@ def engine_config(
     **changes: Any,
 ) -> EngineConfig:
     """grpo at learning rate 1e-2, unless changed."""
-    settings = AlgorithmConfig(
-        optimizer=OptimizerConfig(**{"lr": 1e-2} | (optimizer or {})), **{"algorithm_type": "grpo"} | (algorithm or {})
-    )
+    rates: dict[str, Any] = {"lr": 1e-2} | (optimizer or {})
+    choices: dict[str, Any] = {"algorithm_type": "grpo"} | (algorithm or {})
+    settings = AlgorithmConfig(optimizer=OptimizerConfig(**rates), **choices)
     fields: dict[str, Any] = {"trainer_type": "hf", "total_steps": 20, "num_threads": 1, "max_token_len_per_gpu": 64}
     return EngineConfig(model=model or model_config(), algorithm=settings, **fields | changes)
+
+
+def experience(**fields: Any) -> Experience:
+    """A row from lists or arrays."""
+    return Experience(**fields)
 
 
 def groups(seed: int = 0, num_groups: int = 4, group_size: int = 4, **changes: Any) -> list[Experience]:

@@ -1,9 +1,9 @@
-"""Reads golden files and lays their padded [B, T] arrays out as losses see them. Format: {cases: [{name, init_args, inputs,
-outputs}]}, non-finite numbers as strings.
+"""Reads golden files and lays their padded [B, T] arrays out as losses see them.
 
-Differences on purpose that touch these files (numbers of the table they came with): 4, rows with an empty mask do not
-count in seq-mean denominators, and no epsilon is added to a denominator; 6, the advantage of a group of one is 0; 11, the
-rank penalty applies to mean, std and numerator.
+Format: {cases: [{name, init_args, inputs, outputs}]}, non-finite numbers as strings. Differences on purpose that touch
+these files, by their number in the table that came with them: 4, rows with an empty mask do not count in seq-mean
+denominators, and no epsilon is added to a denominator; 6, the advantage of a group of one is 0; 11, the rank penalty
+applies to mean, std and numerator.
 """
 
 from __future__ import annotations

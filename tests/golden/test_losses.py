@@ -96,7 +96,7 @@ VERL_CASES = [case for case in cases("verl_agg_loss") if case["name"].split("/")
 
 @pytest.mark.parametrize("case", VERL_CASES, ids=[case["name"] for case in VERL_CASES])
 def test_aggregate_of_verl(case: Any) -> None:
-    """verl leaves out rows with an empty mask, as we do; its sum-norm, unlike Trinity's and ours, also divides by rows."""
+    """verl leaves out empty rows, as we do; its sum-norm, unlike that of Trinity and ours, also divides by rows."""
     mode = case["name"].split("/")[1]
     flat = flatten(case["inputs"] | {"action_mask": case["inputs"]["loss_mask"]}, "loss_mat")
     total = aggregate(TokenLoss(flat.leaf[flat.mask]), flat.inputs, mode, flat.counts)

@@ -15,7 +15,7 @@ NOT_COMPARED = ("time/", "perf/")
 
 def final_state(job: Path) -> dict[str, str]:
     """sha256 of every file of the last commit that training determines."""
-    manifests = [json.loads(file.read_text()) for file in sorted((job / "commits").iterdir())]
+    manifests = [json.loads(file.read_text()) for file in sorted((job / "commits").glob("0*.json"))]
     manifest = [each for each in manifests if each["kind"] == "checkpoint"][-1]
     names = [file["path"].removeprefix(manifest["prefix"] + "/") for file in manifest["files"]]
     kept = [name for name in names if name != "metrics_spool.json"]
@@ -24,7 +24,7 @@ def final_state(job: Path) -> dict[str, str]:
 
 def ledger(job: Path) -> dict[str, Any]:
     """Which rows each step took."""
-    return {file.name: json.loads(file.read_text())["ranges"] for file in sorted((job / "ledger").iterdir())}
+    return {file.name: json.loads(file.read_text())["ranges"] for file in sorted((job / "ledger").glob("step_*.json"))}
 
 
 def metrics(root: Path, job: Path) -> dict[str, list[tuple[int, float]]]:

@@ -92,8 +92,7 @@ def test_sequence_masking_leaves_out_only_bad_tokens_of_sequences_that_moved() -
 
 
 def enumerated_gradients(estimator: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all actions of a 3-way policy: expected gradient of the estimator as a loss, exact gradients of KL(p || q) and
-    of KL(q || p) in the logits of p."""
+    """Over all 3 actions of p: expected gradient of the estimator as a loss, gradients of KL(p || q) and KL(q || p)."""
     logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
     reference = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64), 0)
     logprobs = torch.log_softmax(logits, 0)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.experience import Experience
 from engines.hf.batch import MicroBatch, Row, micro_batches, trained_row
+from tests.tiny_llama import experience
 
 Layout = Literal["packed", "rows"]
 
@@ -76,7 +76,7 @@ def test_packed_pads_heavy_tails_by_next_to_nothing() -> None:
 
 def test_trained_row_ends_with_the_last_trained_token() -> None:
     mask = [True, False, True, False, False]
-    row = trained_row(Experience(tokens=[7, 8, 1, 2, 3, 4, 5], prompt_length=2, action_mask=mask))
+    row = trained_row(experience(tokens=[7, 8, 1, 2, 3, 4, 5], prompt_length=2, action_mask=mask))
     assert row is not None
     assert row.tokens.tolist() == [7, 8, 1, 2, 3]
     assert row.actions.tolist() == [2, 4]
@@ -84,5 +84,5 @@ def test_trained_row_ends_with_the_last_trained_token() -> None:
 
 
 def test_nothing_trains_under_an_empty_mask_or_a_truncated_prompt() -> None:
-    assert trained_row(Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[False, False])) is None
-    assert trained_row(Experience(tokens=[1, 2, 3], prompt_length=3, truncate_status="prompt_truncated")) is None
+    assert trained_row(experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[False, False])) is None
+    assert trained_row(experience(tokens=[1, 2, 3], prompt_length=3, truncate_status="prompt_truncated")) is None

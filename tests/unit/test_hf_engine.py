@@ -18,7 +18,7 @@ from engines.errors import CheckpointError, ConfigError, DataError, EngineError
 from engines.experience import EID, Experience
 from engines.hf import engine as hf_engine
 from engines.hf.engine import HfEngine
-from tests.tiny_llama import engine_config, groups, model_config
+from tests.tiny_llama import engine_config, experience, groups, model_config
 
 Result = TypeVar("Result")
 
@@ -126,7 +126,7 @@ def test_learning_rate_0_gives_ratio_1_on_sampled_rows_with_dropout_in_the_confi
         prompts = [[5, 6, 7, 8], [20, 21], [30, 31, 32, 33, 34, 35]]
         completions = engine.make_sampler().generate(prompts, n=4, max_tokens=12, temperature=temperature, seed=3)
         rows = [
-            Experience(
+            experience(
                 tokens=[*prompt, *completion.tokens],
                 prompt_length=len(prompt),
                 logprobs=completion.logprobs,
@@ -190,7 +190,13 @@ def test_sft_learns_its_rows() -> None:
 def test_grpo_makes_rewarded_tokens_likelier() -> None:
     """Reward 1 for responses of token 50, 0 for 60, from the same prompt."""
     rows = [
-        Experience([5, 6, token], 2, EID(0, 0, run), [-math.log(101)], float(token == 50))
+        experience(
+            tokens=[5, 6, token],
+            prompt_length=2,
+            eid=EID(0, 0, run),
+            logprobs=[-math.log(101)],
+            reward=float(token == 50),
+        )
         for run, token in enumerate([50, 60] * 4)
     ]
 
