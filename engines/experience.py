@@ -138,7 +138,8 @@ class Experience:
         if len(self.tokens) <= self.prompt_length:
             raise DataError(
                 f"experience {self.eid.uid}: {len(self.tokens)} tokens with prompt_length {self.prompt_length} leave "
-                "no response to train on; give more tokens, a smaller prompt_length or truncate_status='prompt_truncated'"
+                "no response to train on; give more tokens, a smaller prompt_length or "
+                "truncate_status='prompt_truncated'"
             )
         self.action_mask = np.ones(len(self.tokens) - self.prompt_length, np.bool_)
 

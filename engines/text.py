@@ -76,7 +76,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
 
 
-def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str) -> tuple[list[int], int]:
+def encode_example(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str
+) -> tuple[list[int], int]:
     """(ids of conversation and answer, end-of-turn token included; prompt length in tokens), for SFT.
 
     Raises DataError if the template does not render the prompt as a prefix of the whole.
@@ -86,8 +88,8 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
     ids = _encode(tokenizer, _render(tokenizer, [*messages, turn], add_generation_prompt=False))
     if ids[: len(prompt)] != prompt:
         raise DataError(
-            f"the chat template does not render the prompt as a prefix of prompt and answer {answer!r}: the ids differ at "
-            f"token {_first_difference(ids, prompt)} of {len(prompt)}; use a template that only appends"
+            f"the chat template does not render the prompt as a prefix of prompt and answer {answer!r}: the ids differ "
+            f"at token {_first_difference(ids, prompt)} of {len(prompt)}; use a template that only appends"
         )
     end = tokenizer.eos_token_id
     if end is not None and end in ids[len(prompt) :]:
@@ -103,7 +105,9 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     if not tokenizer.chat_template:
-        raise ConfigError("the tokenizer has no chat template; give model.tokenizer.chat_template or save one beside the model")
+        raise ConfigError(
+            "the tokenizer has no chat template; give model.tokenizer.chat_template or save one beside the model"
+        )
     conversation = [dict(message) for message in messages]
     return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt))
 
@@ -117,16 +121,16 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
-def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+def _unknown_characters(tokenizer: Any, text: str) -> list[str]:
     """Characters that a char tokenizer would refuse; none for any other kind."""
     from tokenizers.models import WordLevel
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not isinstance(backend.model, WordLevel):
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if not isinstance(model, WordLevel):
         return []
     whole = sorted((re.escape(token) for token in tokenizer.get_added_vocab()), key=len, reverse=True)
     rest = re.sub("|".join(whole), "", text) if whole else text
-    return sorted(character for character in set(rest) if backend.model.token_to_id(character) is None)
+    return sorted(character for character in set(rest) if model.token_to_id(character) is None)
 
 
 def _check_phrases(config: TokenizerConfig) -> None:
@@ -134,7 +138,9 @@ def _check_phrases(config: TokenizerConfig) -> None:
         raise ConfigError(f"model.tokenizer.phrases: {sorted(duplicates)[0]!r} is given twice")
     for phrase in config.phrases:
         if len(phrase) < 2 or phrase in SPECIAL_TOKENS:
-            raise ConfigError(f"model.tokenizer.phrases: {phrase!r} must be at least two characters, and no special token")
+            raise ConfigError(
+                f"model.tokenizer.phrases: {phrase!r} must be at least two characters, and no special token"
+            )
         if config.kind == "byte" and not phrase.isascii():
             raise ConfigError(f"model.tokenizer.phrases: {phrase!r} is not ASCII, which a byte tokenizer cannot decode")
 

@@ -114,4 +114,5 @@ class FakeEngine(TrainEngineWrapper):
         self._save_model(self._staged())
 
     def make_sampler(self) -> Any:
-        return FakeSampler(self._weights.copy(), self.tokenizer.eos_token_id, len(self.tokenizer))
+        stop: Any = self.tokenizer.eos_token_id
+        return FakeSampler(self._weights.copy(), stop, len(self.tokenizer))

@@ -111,8 +111,8 @@ class Taskset:
             )
         if wanted is not None and len(found) < wanted:
             raise ConfigError(
-                f"task set {self._config.name}: num_tasks is {wanted}, but {self._config.dataset} has only {len(found)} "
-                f"distinct questions in split {self._config.split}"
+                f"task set {self._config.name}: num_tasks is {wanted}, but {self._config.dataset} has only "
+                f"{len(found)} distinct questions in split {self._config.split}"
             )
         return list(found.values())
 
@@ -123,7 +123,8 @@ class Taskset:
 
     def _task(self, index: int, entry: Mapping[str, Any]) -> Task:
         question, answer = str(entry["question"]), entry["answer"]
-        system = [] if self._config.system_prompt is None else [{"role": "system", "content": self._config.system_prompt}]
+        prompt = self._config.system_prompt
+        system = [] if prompt is None else [{"role": "system", "content": prompt}]
         return Task(
             index=index,
             question=question,

@@ -71,8 +71,8 @@ class LayeredDecoder:
     """Llama, Qwen2 and Qwen3: the model's own modules, called without the generality of its forward.
 
     The cache of a prompt is kept once and shared by its rows, whose queries meet it in one product; only what a row
-    generated is its own. So neither repeating the prompt nor dropping rows copies it. Under grouped-query attention keys
-    and values are never repeated. Values are stored [.., D, S]: with one query that product is the faster one.
+    generated is its own. So neither repeating the prompt nor dropping rows copies it. Grouped-query attention never
+    repeats keys and values. Values are stored [.., D, S]: with one query that product is the faster one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -213,7 +213,7 @@ class CachedForwardDecoder:
         self._mask = self._mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        extra = {"position_ids": positions} if self._takes_positions else {}
+        extra: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
         extra[self._cache_name] = self._cache
         output = self._base(input_ids=ids, attention_mask=self._mask, use_cache=True, **extra)
         return output.last_hidden_state[:, -1]

@@ -7,7 +7,6 @@ Owns: batching of prompts, drawing tokens, stopping, dropping finished rows. Doe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
 from typing import Any
 
 import torch
@@ -45,11 +44,11 @@ class HfSampler:
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.version = 0
-        self._model = model
+        self._model: Any = model
         self._pad = pad_token_id
         self._max_model_len = max_model_len
         self._compute_dtype = compute_dtype
-        output: Any = model.get_output_embeddings()
+        output = self._model.get_output_embeddings()
         self._head = Head(output.weight, output.bias)
         self._device = output.weight.device
         vocab_size = output.weight.shape[0]
@@ -204,7 +203,9 @@ class HfSampler:
         ]
         within = torch.arange(logprobs.shape[1], device=self._device)[None, :] < lengths[:, None]
         if not bool(torch.isfinite(logprobs[within]).all()):
-            raise EngineError(f"weights version {self.version} give logprobs that are not finite; resume from a checkpoint")
+            raise EngineError(
+                f"weights version {self.version} give logprobs that are not finite; resume from a checkpoint"
+            )
         return [rows[first : first + n] for first in range(0, len(rows), n)]
 
 

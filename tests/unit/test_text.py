@@ -1,6 +1,7 @@
 """Tokenizers built from config: ids, round trips, the prefix property, and what they refuse."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ def test_system_turn_comes_first() -> None:
 
 def test_default_template_marks_the_assistant_tokens() -> None:
     conversation = [*user("x"), {"role": "assistant", "content": "yz"}]
-    encoded = CHAR.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
+    encoded: Any = CHAR.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
     assert encoded["assistant_masks"] == [0, 0, 0, 1, 1, 1]
 
 
@@ -95,7 +96,9 @@ def test_template_that_rewrites_the_prompt_is_refused() -> None:
 
 
 def test_text_after_the_end_of_turn_is_not_trained() -> None:
-    template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>\n{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>\n{% endif %}{% endfor %}"
+    )
     tokenizer = build_tokenizer(TokenizerConfig(kind="char", alphabet="ab\n", chat_template=template))
     assert encode_example(tokenizer, user("a"), "b") == ([5, 6, 4], 1)
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from engines.errors import EngineError
-from engines.experience import EID, Experience
+from engines.experience import EID
 from tests.fake_engine import FakeEngine
+from tests.tiny_llama import experience
 from trinity_tasks.buffer import ExperienceWriter
 from trinity_tasks.config_source import parse_config
 from trinity_tasks.job import job_store
@@ -80,7 +81,7 @@ def write_batches(config: Any, count: int) -> None:
     writer = ExperienceWriter(job_store(config), "main", "explorer", None)
     for step in range(count):
         rows = [
-            Experience(tokens=[1, 2, 3], prompt_length=2, logprobs=[-0.1], reward=1.0, eid=EID(step, 0, i))
+            experience(tokens=[1, 2, 3], prompt_length=2, logprobs=[-0.1], reward=1.0, eid=EID(step, 0, i))
             for i in (0, 1)
         ]
         writer.write(rows)
