@@ -6,12 +6,10 @@ as module:Class.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import cast
 
+from engines import plugins
 from engines.base import TrainEngineWrapper
 from engines.config import EngineConfig
 from engines.errors import ConfigError
@@ -28,20 +26,12 @@ def get_trainer_wrapper(config: EngineConfig) -> TrainEngineWrapper:
     Raises ConfigError for an unknown name, or for a plug-in that cannot be imported or is not an engine.
     """
     name = config.trainer_type
-    targets = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)} | ENGINES
+    targets = plugins.installed(ENTRY_POINT_GROUP) | ENGINES
     if ":" in name:
         targets[name] = name
     if name not in targets:
-        close = difflib.get_close_matches(name, targets, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ConfigError(f"trainer.trainer_type = {name!r} is not known{hint} Known: {', '.join(sorted(targets))}")
-    module_name, _, class_name = targets[name].partition(":")
-    try:
-        engine_class: object = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"engine {name!r} ({targets[name]}) cannot be imported: {error}; is its extra installed?"
-        ) from error
+        raise ConfigError(f"trainer.trainer_type = {name!r} is not known; {plugins.hint(name, targets)}")
+    engine_class = plugins.load(f"engine {name!r}", targets[name])
     if not (isinstance(engine_class, type) and issubclass(engine_class, TrainEngineWrapper)):
         raise ConfigError(f"engine {name!r} ({targets[name]}) is not a TrainEngineWrapper")
     construct = cast("Callable[[EngineConfig], TrainEngineWrapper]", engine_class)

@@ -5,7 +5,6 @@ Every error names field, value and remedy.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from engines.config import Resume
 from engines.errors import ConfigError
+from engines.plugins import hint
 from trinity_tasks.config import Config
 
 
@@ -100,9 +100,7 @@ def _explain(fault: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        return f"{name}: unknown key; {hint}"
+        return f"{name}: unknown key; {hint(str(location[-1]), known, 'known keys')}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     shown = "" if isinstance(fault["input"], Mapping | BaseModel) else f" (given: {fault['input']!r})"
     return f"{name}: {message}{shown}" if name else message

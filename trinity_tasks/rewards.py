@@ -5,12 +5,11 @@ Owns: the functions by name, and loading a user's own.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
+from engines import plugins
 from engines.errors import ConfigError, DataError
 from trinity_tasks.tasksets import Task
 
@@ -51,15 +50,9 @@ def load_reward(name: str) -> RewardFn:
 
 
 def _imported(name: str) -> RewardFn:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(REWARDS)}, or your own as module:function"
-        raise ConfigError(f"reward_fn {name!r} is not known; {hint}")
-    try:
-        function: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward_fn {name}: cannot import it: {error}") from error
+    if ":" not in name:
+        raise ConfigError(f"reward_fn {name!r} is neither known nor a module:function; {plugins.hint(name, REWARDS)}")
+    function = plugins.load("reward_fn", name)
     if not callable(function):
         raise ConfigError(f"reward_fn {name}: it is a {type(function).__name__}, not a function of (task, response)")
     return cast("RewardFn", function)

@@ -6,7 +6,6 @@ Owns: which task has which number, and that the splits share no question. Does n
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import json
@@ -16,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol, cast
 
 from engines.errors import ConfigError, DataError
+from engines.plugins import hint
 from trinity_tasks.config import TasksetConfig
 from trinity_tasks.storage import Storage
 
@@ -145,9 +145,7 @@ class ReasoningGym:
         factory: Any = importlib.import_module("reasoning_gym.factory")
         known = cast("list[str]", sorted(factory.DATASETS))
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"dataset {name!r} is not one of reasoning-gym's; {hint}")
+            raise ConfigError(f"dataset {name!r} is not one of reasoning-gym's; {hint(name, known)}")
         try:
             self._dataset: Any = factory.create_dataset(name, seed=seed, size=2**31 - 1, **args)
         except (TypeError, ValueError, AssertionError) as error:

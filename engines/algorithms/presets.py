@@ -1,17 +1,18 @@
 """Algorithms by name. Torch-free. Owns: which composition a name means, and how a user's config changes it.
 
 Names are those of Trinity-RFT. Differences: the declared group size is really applied, and a partial `*_args` changes
-only what it names.
+only what it names. Others' algorithms are entry points of the group `trinity_flows.algorithms`, or are named in full as
+module:ALGORITHM; each is an `Algorithm`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from engines import plugins
 from engines.algorithms.spec import (
     AdvantageParams,
     Algorithm,
@@ -33,6 +34,8 @@ PRESETS: dict[str, Algorithm] = {
     "grpo": Algorithm(advantage=Grpo(), loss=PpoClip(), kl=KlInLoss(), entropy=EntropyBonus(), group_size=2),
 }
 
+ENTRY_POINT_GROUP = "trinity_flows.algorithms"
+
 Params = TypeVar("Params")
 
 
@@ -41,9 +44,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
     Raises ConfigError for an unknown name or a bad parameter, saying which and what is allowed.
     """
-    preset = PRESETS.get(config.algorithm_type)
-    if preset is None:
-        raise ConfigError(_unknown("algorithm.algorithm_type", config.algorithm_type, PRESETS))
+    preset = PRESETS.get(config.algorithm_type) or _plugged_in(config.algorithm_type)
     parts: dict[str, Any] = {
         "advantage": _part("advantage_fn", AdvantageParams, preset.advantage, config),
         "loss": _part("policy_loss_fn", LossParams, preset.loss, config),
@@ -85,7 +86,14 @@ def _first(error: ValidationError) -> str:
     return f"{place + ': ' if place else ''}{detail['msg']}{shown}"
 
 
-def _unknown(field: str, name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{field} = {name!r} is not known{hint} Known: {', '.join(sorted(known))}"
+def _plugged_in(name: str) -> Algorithm:
+    targets = plugins.installed(ENTRY_POINT_GROUP)
+    if ":" in name:
+        targets[name] = name
+    if name not in targets:
+        known = PRESETS.keys() | targets
+        raise ConfigError(f"algorithm.algorithm_type = {name!r} is not known; {plugins.hint(name, known)}")
+    preset = plugins.load(f"algorithm {name!r}", targets[name])
+    if not isinstance(preset, Algorithm):
+        raise ConfigError(f"algorithm {name!r} ({targets[name]}) is a {type(preset).__name__}, not an Algorithm")
+    return preset

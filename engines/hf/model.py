@@ -6,7 +6,6 @@ forward, so that the ratio of a policy to itself is 1; the exported config keeps
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,6 +23,7 @@ from engines.errors import ConfigError, EngineError
 from engines.hf.attention import ATTENTION
 from engines.hf.batch import Layout, MicroBatch, Row, micro_batches
 from engines.hf.forward import Head, token_logprobs
+from engines.plugins import hint
 from engines.text import build_tokenizer
 
 disable_progress_bar()  # of transformers: it would write over our own display
@@ -112,13 +112,13 @@ def _build(config: ModelConfig, seed: int) -> LoadedModel:
     model_type = keys.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model.architecture.model_type = {model_type!r} is not known{_hint(model_type, CONFIG_MAPPING)}"
+            f"model.architecture.model_type = {model_type!r} is not known; {hint(model_type, CONFIG_MAPPING)}"
         )
     known = vars(CONFIG_MAPPING[model_type]()).keys() | CONFIG_MAPPING[model_type].attribute_map.keys()
     if "rope_parameters" in known:
         known |= ROPE_KEYS
     for key in keys.keys() - known:
-        raise ConfigError(f"model.architecture.{key} is not a key of {model_type}{_hint(key, known)}")
+        raise ConfigError(f"model.architecture.{key} is not a key of {model_type}; {hint(key, known)}")
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     keys = special | {"vocab_size": len(tokenizer)} | keys
     try:
@@ -198,11 +198,6 @@ def _to(model: AnyModule, device: torch.device | str) -> AnyModule:
     """Without the guards of `PreTrainedModel.to`, which are for quantised models."""
     nn.Module.to(model, device)
     return model
-
-
-def _hint(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _choose_layout(policy: Policy) -> Layout:

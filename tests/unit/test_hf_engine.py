@@ -478,5 +478,5 @@ def test_a_damaged_snapshot_is_refused(name: str, damage: str, tmp_path: Path) -
 
 
 def test_unknown_algorithm_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+    with pytest.raises(ConfigError, match="did you mean grpo"):
         HfEngine(engine_config({"algorithm_type": "gpro"}))

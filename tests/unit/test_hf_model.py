@@ -130,8 +130,8 @@ def test_twin_is_equal_and_shares_no_memory() -> None:
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [
-        ({"model_type": "lamma"}, ["model_type = 'lamma'", "did you mean 'llama'"]),
-        ({"model_type": "llama", "hiden_size": 8}, ["architecture.hiden_size", "llama", "did you mean 'hidden_size'"]),
+        ({"model_type": "lamma"}, ["model_type = 'lamma'", "did you mean llama"]),
+        ({"model_type": "llama", "hiden_size": 8}, ["architecture.hiden_size", "llama", "did you mean hidden_size"]),
         ({"model_type": "llama"} | SMALL | {"num_attention_heads": 5}, ["cannot be built", "32"]),
     ],
 )

@@ -1,0 +1,45 @@
+"""Things that a config chooses by name: the hint for a wrong name, and what other distributions provide.
+
+Owns: entry points, `module:attribute`, "did you mean". Does not own: which names are built in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+
+from engines.errors import ConfigError
+
+MAX_NAMES = 40
+"""Names that a message lists."""
+
+
+def installed(group: str) -> dict[str, str]:
+    """Name -> module:attribute of every entry point of this group."""
+    return {entry.name: entry.value for entry in entry_points(group=group)}
+
+
+def load(what: str, target: str) -> object:
+    """The object at `module:attribute`. Raises ConfigError that begins with `what` if it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{what} ({target}) cannot be imported: {error}; is it installed, or on PYTHONPATH?"
+        ) from error
+
+
+def hint(name: str, known: Iterable[str], label: str = "known") -> str:
+    """The known name that was meant, else all of them, if they are not too many to read.
+
+    Example:
+        >>> hint("grop", ["grpo", "sft"]), hint("xyz", ["sft", "grpo"])
+        ('did you mean grpo?', 'known: grpo, sft')
+    """
+    names = sorted(known)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {near[0]}?"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{label}: {', '.join(names[:MAX_NAMES])}{more}"
