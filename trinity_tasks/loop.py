@@ -32,6 +32,8 @@ class Steps(NamedTuple):
 async def training_loop(trainer: Trainer, steps: Steps) -> None:
     """Run until total_steps, the end of the data, or a stop request; then commit. Errors propagate and commit nothing.
 
+    Raises StarvedError, after the commit, if the data ended before total_steps or before the first step.
+
     Order per step: explore (if the buffer lacks a batch), train, sync, save, evaluate, log. A full checkpoint is a
     superset of published weights, so a sync by method `checkpoint` that falls on a save is left to the save.
     """
@@ -52,3 +54,4 @@ async def training_loop(trainer: Trainer, steps: Steps) -> None:
         trainer.log_step()
     if trainer.needs_final_save:
         await steps.save_checkpoint()
+    trainer.raise_if_starved()

@@ -38,6 +38,8 @@ class BatchSource:
         self._ledger = ledger
         self._batch_size = batch_size
         self._timeout_s = timeout_s
+        self.left_at_end: int | None = None
+        """Rows that are left, fewer than a batch, once the producers have ended."""
 
     def has_batch(self, cursor: Cursor) -> bool:
         """Whether a whole batch lies in the buffer."""
@@ -64,6 +66,13 @@ class BatchSource:
         while (claimed := self._reader.claim(cursor, self._batch_size)) is None:
             state = self._reader.availability(cursor, self._batch_size)
             if state.ended:
+                self.left_at_end = state.available
+                if state.available:
+                    logger.warning(
+                        "the producers have ended: %d experiences are left untrained, a batch needs %d",
+                        state.available,
+                        state.needed,
+                    )
                 return None
             waited = time.monotonic() - started
             if waited >= self._timeout_s:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from engines.base import SamplingEngine, TrainEngineWrapper
-from engines.errors import CheckpointError, ConfigError
+from engines.errors import CheckpointError, ConfigError, StarvedError
 from engines.experience import Experience
 from engines.registry import get_trainer_wrapper as build_engine
 from trinity_tasks.buffer import Cursor
@@ -206,9 +206,9 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """total_steps are done, or the data has ended."""
+        """total_steps are done; without total_steps, the data has ended after at least one step."""
         total = self.config.trainer.total_steps
-        return self._data_ended or (total is not None and self.train_step_num >= total)
+        return self.train_step_num > 0 and (self._data_ended if total is None else self.train_step_num >= total)
 
     @property
     def complete(self) -> bool:
@@ -287,6 +287,17 @@ class Trainer:
             self._metrics |= _batch_metrics(batch.experiences, step)
             self._metrics["time/read_experience_s"] = time.perf_counter() - started
         return batch
+
+    def raise_if_starved(self) -> None:
+        """Raises StarvedError if the producers have ended and the job has not."""
+        if self._data_ended and not self.finished:
+            total = self.config.trainer.total_steps
+            raise StarvedError(
+                f"{self.job.url}: the producers have ended after {self.train_step_num} steps"
+                f"{'' if total is None else f' of {total}'}: {self.source.left_at_end} experiences available, "
+                f"{self.config.train_batch_size} needed for the next; produce more and run again, or lower "
+                "trainer.total_steps or buffer.train_batch_size"
+            )
 
     async def train_step(self, exps: list[Experience]) -> dict[str, float]:
         """Train on these experiences and return the engine's metrics. Raises EngineError, DataError."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engines.errors import EngineError
+from engines.errors import EngineError, StarvedError
 from engines.experience import EID
 from tests.fake_engine import FakeEngine
 from tests.tiny_llama import experience
@@ -145,7 +145,7 @@ def run(init: dict[str, Any], root: Path) -> Outcome:
             before = list(trainer.engine.calls)
             trainer.trace(init)
             assert await trainer.train() == "trainer"
-        except (EngineError, RuntimeError) as caught:
+        except (EngineError, StarvedError, RuntimeError) as caught:
             error = caught
         finally:
             await trainer.shutdown()
@@ -234,10 +234,19 @@ def test_an_engine_error_propagates_and_commits_nothing(tmp_path: Path) -> None:
 
 
 def test_no_data_at_all_makes_no_checkpoint(tmp_path: Path) -> None:
-    """Fault 35: the reference writes a step-0 checkpoint."""
+    """Fault 35: the reference writes a step-0 checkpoint and ends well."""
     outcome = run(CASES["no_data_at_all"]["init_args"], tmp_path)
-    assert outcome.calls == ["sample->StopAsyncIteration", "sync.set_trainer_status(stopped)"]
+    assert isinstance(outcome.error, StarvedError)
+    assert "ended after 0 steps: 0 experiences available, 2 needed" in str(outcome.error)
+    assert outcome.calls == ["sample->StopAsyncIteration"]
     assert outcome.commits == []
+
+
+def test_data_that_ends_before_total_steps_starves_the_run_after_a_commit(tmp_path: Path) -> None:
+    outcome = run({"interval": 10, "total": 5, "data": 3}, tmp_path)
+    assert isinstance(outcome.error, StarvedError)
+    assert "ended after 3 steps of 5" in str(outcome.error)
+    assert outcome.commits == [3]
 
 
 def test_a_finished_job_does_nothing(tmp_path: Path) -> None:
