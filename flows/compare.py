@@ -40,4 +40,4 @@ def _rows(config: Config) -> list[dict[str, Any]]:
     return [
         {**shared, "taskset": items[0].taskset, "accuracy_before": items[0].accuracy, "accuracy": items[-1].accuracy}
         for items in measured
-    ] or [shared]
+    ] or [{**shared, "taskset": None, "accuracy_before": None, "accuracy": None}]

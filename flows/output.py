@@ -39,6 +39,11 @@ def print_job(state: JobState) -> None:
         size = f"{commit.num_bytes / 1e6:.2f}"
         commits.add_row(str(commit.number), str(commit.step), commit.created_at, size, commit.url)
     console.print(commits)
+    if state.metrics:
+        metrics = Table("last metrics", "value", box=None)
+        for name, value in sorted(state.metrics.items()):
+            metrics.add_row(name, f"{value:.6g}")
+        console.print(metrics)
     for item in state.evaluations:
         console.print(
             f"{item.taskset} at step {item.step}: accuracy {item.accuracy:.4f} "

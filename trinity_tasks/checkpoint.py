@@ -50,6 +50,7 @@ class CommitFields(TypedDict, total=False):
     tracker_run_id: str | None
     tracker_high_water: dict[str, int]
     best_metric: dict[str, float]
+    metrics: dict[str, float]
     state: dict[str, JsonValue]
 
 
@@ -87,6 +88,8 @@ class Manifest(Frozen):
     """Highest step that was handed to the tracker, by metric group."""
     best_metric: dict[str, float] = Field(default_factory=dict[str, float])
     """Best value so far, by metric."""
+    metrics: dict[str, float] = Field(default_factory=dict[str, float])
+    """What was measured in this step, for whoever looks at the job; numbers that are not finite are left out."""
     state: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further training state."""
 

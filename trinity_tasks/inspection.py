@@ -44,6 +44,8 @@ class JobState(Frozen):
     """Ledger entries: steps that have started, also those after the last commit."""
     mlflow_run_id: str | None
     commits: tuple[CommitState, ...]
+    metrics: dict[str, float]
+    """What was measured in the step of the last commit."""
     evaluations: tuple[Evaluation, ...]
     changes: tuple[dict[str, Any], ...]
     """Config changes made by resumes."""
@@ -63,7 +65,8 @@ def describe(url: str) -> JobState:
     """The state of the job at `url`. Raises ConfigError if there is no job, StorageError."""
     store = Storage(url)
     record = read_record(store)
-    commits = tuple(_commit(store, manifest) for manifest in CheckpointStore(store).commits())
+    manifests = CheckpointStore(store).commits()
+    commits = tuple(_commit(store, manifest) for manifest in manifests)
     ledger = Ledger(store)
     step = commits[-1].step if commits else 0
     recorded = ledger.steps()
@@ -80,6 +83,7 @@ def describe(url: str) -> JobState:
         num_steps_recorded=len(recorded),
         mlflow_run_id=record.mlflow_run_id,
         commits=commits,
+        metrics=manifests[-1].metrics if manifests else {},
         evaluations=tuple(read_evaluations(store)),
         changes=record.changes,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -80,6 +81,7 @@ class Trainer:
         """Step of the checkpoint that `prepare` restored."""
         self._cursor = Cursor.start()
         self._metrics: dict[str, float] = {}
+        self._last_metrics: dict[str, float] = {}
         self._data_ended = False
         self._sync_due = False
         self._last_sync_step = 0
@@ -312,7 +314,7 @@ class Trainer:
         self.tracker.log(self.train_step_num, self._metrics)
         for observer in self.observers:
             observer(self.train_step_num, self._metrics)
-        self._metrics = {}
+        self._last_metrics, self._metrics = self._metrics, {}
 
     async def evaluate(self) -> dict[str, float]:
         """Accuracy of the current weights on the evaluation task sets, `eval/<name>/accuracy`."""
@@ -388,6 +390,7 @@ class Trainer:
             self._last_sync_step, self._last_sync_time, self._sync_due = step, time.monotonic(), False
         if self.tracker.run_id is not None:
             self.job.update(mlflow_run_id=self.tracker.run_id)
+        measured = self._last_metrics | self._metrics
         commit = self.job.checkpoints.commit if block_until_saved else self.job.checkpoints.commit_in_background
         commit(
             staged,
@@ -399,6 +402,7 @@ class Trainer:
             attempt=self.job.record.attempt,
             tracker_run_id=self.job.record.mlflow_run_id,
             tracker_high_water=self.tracker.high_water,
+            metrics={name: value for name, value in measured.items() if math.isfinite(value)},
         )
         self._saved = (step, self.finished)
         metrics = {"time/save_checkpoint_s": time.perf_counter() - started}

@@ -152,7 +152,7 @@ def job(name: str, step: int, *evaluations: Evaluation) -> JobState:
     return JobState(
         url=url, name=name, job_id="id", attempt=1, step=step, total_steps=step, finished=True,
         num_experiences_trained=1, num_steps_recorded=step, mlflow_run_id="run", commits=(commit,),
-        evaluations=evaluations, changes=(),
+        metrics={}, evaluations=evaluations, changes=(),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from tests.fake_engine import FakeEngine
 from tests.tiny_llama import experience
 from trinity_tasks.buffer import ExperienceWriter
 from trinity_tasks.config_source import parse_config
-from trinity_tasks.job import job_store
+from trinity_tasks.inspection import describe
+from trinity_tasks.job import job_store, job_url
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.trainer import Trainer
 
@@ -74,7 +76,13 @@ class Traced(Trainer):
             return batch
 
         self.source.next_batch = sample
-        self.observers.append(lambda step, metrics: calls.append(f"monitor.log(step={step})"))
+        self.losses: dict[int, float] = {}
+
+        def logged(step: int, metrics: Mapping[str, float]) -> None:
+            calls.append(f"monitor.log(step={step})")
+            self.losses[step] = metrics["loss/policy"]
+
+        self.observers.append(logged)
 
 
 def write_batches(config: Any, count: int) -> None:
@@ -124,6 +132,8 @@ class Outcome(NamedTuple):
     commits: list[int]
     """Steps of the job's commits."""
     last_sync_step: int
+    losses: dict[int, float]
+    """By step, as an observer sees them."""
 
 
 def run(init: dict[str, Any], root: Path) -> Outcome:
@@ -150,7 +160,7 @@ def run(init: dict[str, Any], root: Path) -> Outcome:
         finally:
             await trainer.shutdown()
         commits = [commit.step for commit in trainer.job.checkpoints.commits()]
-        return Outcome(before, list(trainer.engine.calls), error, commits, trainer._last_sync_step)
+        return Outcome(before, list(trainer.engine.calls), error, commits, trainer._last_sync_step, trainer.losses)
 
     return asyncio.run(session())
 
@@ -254,3 +264,14 @@ def test_a_finished_job_does_nothing(tmp_path: Path) -> None:
     outcome = run(CASES["resume_already_done"]["init_args"], tmp_path)
     assert outcome.calls == ["sync.set_trainer_status(stopped)"]
     assert outcome.commits == [5]
+
+
+@pytest.mark.parametrize("save_interval", [2, 3])
+def test_a_commit_holds_what_its_step_measured(save_interval: int, tmp_path: Path) -> None:
+    """Of step 4, whether it is saved within the loop (interval 2) or after it (interval 3)."""
+    init = {"interval": 10, "save_interval": save_interval, "total": 4, "data": 4}
+    outcome = run(init, tmp_path)
+    assert outcome.commits[-1] == 4
+    metrics = describe(job_url(make_config(init, tmp_path))).metrics
+    assert (metrics["sample/num_rows"], metrics["data/reward_mean"]) == (2.0, 1.0)
+    assert metrics["loss/policy"] == outcome.losses[4] != outcome.losses[3]
