@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -98,8 +97,8 @@ class Trainer:
 
         Raises ConfigError, LeaseLost, StorageError, CheckpointError (no valid checkpoint is left), EngineError.
         """
-        self._scratch = Path(tempfile.mkdtemp(prefix="trinity-flows-"))
         self.job = Job.open(self.config)
+        self._scratch = self.job.new_scratch()
         if self.config.model.model_path is not None:
             self.engine.model_dir = fetch_model(self.config.model.model_path, self._scratch / "initial_model")
         manifest = self.job.checkpoints.restore_latest(self._scratch / "restored")

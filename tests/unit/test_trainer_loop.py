@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +18,12 @@ import pytest
 from engines.errors import EngineError, StarvedError
 from engines.experience import EID
 from tests.fake_engine import FakeEngine
+from tests.integration.small_job import train
 from tests.tiny_llama import experience
 from trinity_tasks.buffer import ExperienceWriter
 from trinity_tasks.config_source import parse_config
 from trinity_tasks.inspection import describe
-from trinity_tasks.job import job_store, job_url
+from trinity_tasks.job import job_store, job_url, read_record
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.trainer import Trainer
 
@@ -275,3 +277,18 @@ def test_a_commit_holds_what_its_step_measured(save_interval: int, tmp_path: Pat
     metrics = describe(job_url(make_config(init, tmp_path))).metrics
     assert (metrics["sample/num_rows"], metrics["data/reward_mean"]) == (2.0, 1.0)
     assert metrics["loss/policy"] == outcome.losses[4] != outcome.losses[3]
+
+
+def test_what_a_killed_process_left_on_the_disk_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    root = tmp_path / "jobs"
+    run({"total": 1, "data": 2}, root)
+    assert list(temporary.iterdir()) == []  # a run that ends by itself leaves nothing
+    config = make_config({"total": 2}, root)
+    job_id = read_record(job_store(config)).job_id
+    (temporary / f"trinity-flows-{job_id}-killed" / "staged-000001").mkdir(parents=True)
+    (temporary / "trinity-flows-another-alive").mkdir()
+    train(config)
+    assert [path.name for path in temporary.iterdir()] == ["trinity-flows-another-alive"]
