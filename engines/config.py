@@ -25,7 +25,7 @@ class Resume(StrEnum):
 class Frozen(BaseModel):
     """Base of every section: immutable, unknown keys refused, attribute docstrings are the descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class TokenizerConfig(Frozen):
@@ -69,6 +69,8 @@ class ModelConfig(Frozen):
             raise ValueError("model.architecture needs model_type, for example llama or qwen3")
         if self.architecture is not None and self.tokenizer is None:
             raise ValueError("model.architecture needs model.tokenizer: a model built from config has none of its own")
+        if self.model_path is not None and self.tokenizer is not None:
+            raise ValueError("model.tokenizer goes with model.architecture; a model_path brings its own tokenizer")
         prompt, response = self.max_prompt_tokens or 1, self.max_response_tokens or 1
         if prompt + response > self.max_model_len:
             raise ValueError(
@@ -78,12 +80,16 @@ class ModelConfig(Frozen):
         return self
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Share of an old average that each update keeps."""
+
+
 class OptimizerConfig(Frozen):
     """AdamW and its learning-rate schedule. Schedules count optimizer updates."""
 
     lr: Annotated[float, Resume.SAFE] = Field(default=1e-6, ge=0)
     """Peak learning rate."""
-    lr_warmup_steps: Annotated[int, Resume.SAFE] = -1
+    lr_warmup_steps: Annotated[int, Resume.SAFE] = Field(default=-1, ge=-1)
     """Linear warm-up, updates. -1: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Annotated[float, Resume.SAFE] = Field(default=0.0, ge=0, le=1)
     """Warm-up as a share of all updates."""
@@ -91,7 +97,7 @@ class OptimizerConfig(Frozen):
     """Floor of a decaying schedule, as a share of lr."""
     lr_scheduler_type: Annotated[Literal["constant", "linear", "cosine"], Resume.SAFE] = "constant"
     """Shape after the warm-up. linear and cosine need trainer.total_steps."""
-    betas: Annotated[tuple[float, float], Resume.FORK] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Resume.FORK] = (0.9, 0.999)
     """AdamW moment decay rates."""
     eps: Annotated[float, Resume.FORK] = Field(default=1e-8, gt=0)
     """AdamW denominator term."""

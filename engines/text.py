@@ -104,12 +104,22 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    from jinja2 import TemplateError
+
     if not tokenizer.chat_template:
         raise ConfigError(
-            "the tokenizer has no chat template; give model.tokenizer.chat_template or save one beside the model"
+            "the tokenizer has no chat template, so no task can be asked; put one into the model's folder, as "
+            "chat_template.jinja"
         )
     conversation = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt))
+    try:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
+        raise ConfigError(
+            f"the tokenizer's chat template cannot render {conversation}: {error}; correct it: chat_template.jinja of "
+            "the model's folder, or model.tokenizer.chat_template"
+        ) from error
+    return str(text)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -37,7 +37,7 @@ RELIST_S: Final = 60.0
 """How often the folder is listed for new writers while the known ones fill every batch."""
 LISTING_SHARE: Final = 0.05
 """Most of the time that listings may take while a batch is short; the folder may hold very many shards."""
-FREE_LISTING_S: Final = 0.005
+FREE_LISTING_S: Final = 0.001
 """A listing faster than this is never put off."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -47,10 +47,17 @@ class ExplorerInput(Frozen):
 
     taskset: TasksetConfig | None = None
     """Tasks that produce experiences."""
-    eval_tasksets: tuple[TasksetConfig, ...] = ()
-    """Tasks never trained on."""
+    eval_tasksets: Annotated[tuple[TasksetConfig, ...], Resume.SAFE] = ()
+    """Tasks never trained on. Give a set that changes another name, so that its accuracies stay comparable."""
     default_workflow_type: Annotated[Literal["sample", "demonstrate"], Resume.FORK] = "sample"
     """sample: the model answers and is scored. demonstrate: the task's own answer is an expert experience (sft)."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [taskset.name for taskset in self.eval_tasksets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two eval_tasksets have the same name: {names}; their accuracies would be one metric")
+        return self
 
 
 class ExperienceBufferConfig(Frozen):
@@ -150,7 +157,7 @@ class LeaseConfig(Frozen):
 class StageConfig(Frozen):
     """One stage of a run: what differs from the sections above it. Merged deeply: it changes only what it names."""
 
-    stage_name: Annotated[str, Resume.FORK]
+    stage_name: Annotated[str, Resume.FORK] = Field(min_length=1)
     """Folder and run name of the stage."""
     model: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
     """Differences in `model`. From the second stage on, the model is the previous stage's last checkpoint."""
@@ -182,9 +189,9 @@ class Config(Frozen):
     """Second folder of the job; may be empty."""
     name: Annotated[str, Resume.FORBIDDEN] = Field(default="rft", min_length=1)
     """Third folder of the job. Running the same name again resumes it."""
-    checkpoint_root_dir: Annotated[str, Resume.FORBIDDEN] = "runs"
-    """Folder or URL (file://, s3://, gs://, memory://) under which jobs lie."""
-    seed: Annotated[int, Resume.FORK] = 42
+    checkpoint_root_dir: Annotated[str, Resume.SAFE] = Field(default="runs", min_length=1)
+    """Folder or URL (file://, s3://, gs://, memory://) under which jobs lie. A job's folder may be moved to another."""
+    seed: Annotated[int, Resume.FORK] = Field(default=42, ge=0, lt=2**63)
     """Seed of initial weights, sampling and data order."""
     model: ModelConfig
     """The model."""

@@ -29,6 +29,17 @@ class Change(NamedTuple):
     resume: Resume
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win, and half of a config would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(str(key.value)) > 1 and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, lay `key.sub=value` overrides over it, validate.
 
@@ -39,12 +50,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         text = file.read_text()
     except OSError as error:
         raise ConfigError(f"{file}: cannot read the config: {error.strerror}; give a YAML file with -c") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text: {error}; give a YAML file with -c") from error
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML: {error}") from error
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{file}: a config is a mapping of keys, this file holds {type(raw).__name__}")
+        what = "is empty" if raw is None else f"holds a {type(raw).__name__}"
+        raise ConfigError(f"{file}: a config is a mapping of keys, this file {what}; see infra/configs for examples")
     merged = dict(cast("Mapping[str, Any]", raw))
     for override in overrides:
         apply_override(merged, override)
@@ -102,6 +116,8 @@ def _explain(fault: dict[str, Any]) -> str:
         known = _known_keys(location[:-1])
         return f"{name}: unknown key; {hint(str(location[-1]), known, 'known keys')}"
     message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "model_type":
+        message = "it must be a mapping of keys"
     shown = "" if isinstance(fault["input"], Mapping | BaseModel) else f" (given: {fault['input']!r})"
     return f"{name}: {message}{shown}" if name else message
 
@@ -152,11 +168,16 @@ def _fields(config: Config) -> dict[str, tuple[Any, Resume]]:
 def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Resume]]]:
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
+        resume = next((item for item in field.metadata if isinstance(item, Resume)), None)
         if isinstance(value, BaseModel):
             yield from _leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in cast("tuple[Any, ...]", value)):
+        elif (
+            resume is None
+            and isinstance(value, tuple)
+            and any(isinstance(item, BaseModel) for item in cast("tuple[Any, ...]", value))
+        ):
             for index, item in enumerate(cast("tuple[BaseModel, ...]", value)):
                 yield from _leaves(item, f"{prefix}{name}.{index}.")
         else:
-            resume = next((item for item in field.metadata if isinstance(item, Resume)), Resume.FORK)
-            yield f"{prefix}{name}", (model.model_dump(mode="json", include={name})[name], resume)
+            dumped = model.model_dump(mode="json", include={name})[name]
+            yield f"{prefix}{name}", (dumped, resume or Resume.FORK)

@@ -13,15 +13,17 @@ from typing import Any
 
 from engines.base import Sampler
 from engines.config import Frozen
-from engines.text import Tokenizer, decode_response, encode_prompt
+from engines.errors import DataError
+from engines.text import Tokenizer, decode_response
 from trinity_tasks.config import Config, TasksetConfig
-from trinity_tasks.explorer import derive_seed, sample
-from trinity_tasks.rewards import load_reward
+from trinity_tasks.explorer import derive_seed, encode_task, sample
+from trinity_tasks.rewards import RewardFn, load_reward
 from trinity_tasks.storage import Storage
-from trinity_tasks.tasksets import build_taskset
+from trinity_tasks.tasksets import Taskset, build_taskset
 
 NUM_SAMPLES_SHOWN = 8
 BATCH_TASKS = 256
+"""Tasks sampled at once; all that are measured of a task set without end."""
 
 
 class Evaluation(Frozen):
@@ -31,63 +33,80 @@ class Evaluation(Frozen):
     step: int
     """Train step of the weights."""
     accuracy: float
-    """Mean reward over all samples, at the model's temperature."""
+    """Mean reward over the samples that the reward function scored, at the model's temperature."""
     num_tasks: int
     num_samples: int
     """num_tasks x repeat_times."""
+    num_unscored: int = 0
+    """Samples that the reward function gave None."""
     mean_response_tokens: float
     duration_s: float
     samples: tuple[dict[str, Any], ...]
-    """A few rollouts: prompt, response, reward."""
+    """A few rollouts: prompt, response, reward (None: unscored)."""
 
 
 class Evaluator:
     """Measures a sampler on the config's evaluation task sets."""
 
     def __init__(self, config: Config, store: Storage, tokenizer: Tokenizer, sampler: Sampler) -> None:
+        """Raises what `build_taskset` and `load_reward` raise."""
         self._config = config
         self._store = store
         self._tokenizer = tokenizer
         self._sampler = sampler
+        self._measures = [
+            (item, build_taskset(item), load_reward(item.reward_fn))
+            for item in config.buffer.explorer_input.eval_tasksets
+        ]
         self._worker = ThreadPoolExecutor(1, "evaluator")
 
     async def evaluate(self, step: int) -> list[Evaluation]:
         """Measure the sampler's weights, or read what was measured at this step. Raises StorageError, DataError."""
-        tasksets = self._config.buffer.explorer_input.eval_tasksets
-        return await asyncio.wrap_future(self._worker.submit(lambda: [self._one(item, step) for item in tasksets]))
+        return await asyncio.wrap_future(
+            self._worker.submit(lambda: [self._one(step, *item) for item in self._measures])
+        )
 
-    def _one(self, taskset: TasksetConfig, step: int) -> Evaluation:
-        if (known := read_evaluation(self._store, taskset.name, step)) is not None:
+    def _one(self, step: int, config: TasksetConfig, taskset: Taskset, reward: RewardFn) -> Evaluation:
+        if (known := read_evaluation(self._store, config.name, step)) is not None:
             return known
-        result = self._measure(taskset, step)
-        self._store.write_json(_path(taskset.name, step), result.model_dump(mode="json"))
+        result = self._measure(step, config, taskset, reward)
+        try:
+            self._store.create_json(_path(config.name, step), result.model_dump(mode="json"))
+        except FileExistsError:  # another process measured the same meanwhile
+            return read_evaluation(self._store, config.name, step) or result
         return result
 
-    def _measure(self, config: TasksetConfig, step: int) -> Evaluation:
+    def _measure(self, step: int, config: TasksetConfig, taskset: Taskset, reward: RewardFn) -> Evaluation:
         started = time.perf_counter()
-        taskset, reward = build_taskset(config), load_reward(config.reward_fn)
-        num_tasks = config.num_tasks or BATCH_TASKS
-        rewards: list[float] = []
+        num_tasks = taskset.num_tasks or BATCH_TASKS
+        rewards: list[float | None] = []
         num_tokens = 0
         shown: list[dict[str, Any]] = []
         for first in range(0, num_tasks, BATCH_TASKS):
             tasks = [taskset[index] for index in range(first, min(first + BATCH_TASKS, num_tasks))]
             seed = derive_seed(config.seed, "evaluate", config.name, first)
-            prompts = [encode_prompt(self._tokenizer, task.messages) for task in tasks]
+            prompts = [encode_task(self._tokenizer, task, self._config.model) for task in tasks]
             groups = sample(self._sampler, prompts, self._config, n=config.repeat_times, seed=seed)
             for task, group in zip(tasks, groups, strict=True):
                 responses = [decode_response(self._tokenizer, completion.tokens) for completion in group]
-                scores = [reward(task, response) or 0.0 for response in responses]
+                scores = [reward(task, response) for response in responses]
                 rewards.extend(scores)
                 num_tokens += sum(len(completion.tokens) for completion in group)
                 if len(shown) < NUM_SAMPLES_SHOWN:
                     shown.append({"prompt": task.question, "response": responses[0], "reward": scores[0]})
+        scored = [score for score in rewards if score is not None]
+        if not scored:
+            raise DataError(
+                f"task set {config.name}: reward {config.reward_fn} scored none of {len(rewards)} samples; "
+                "there is no accuracy without a score"
+            )
         return Evaluation(
             taskset=config.name,
             step=step,
-            accuracy=sum(rewards) / len(rewards),
+            accuracy=sum(scored) / len(scored),
             num_tasks=num_tasks,
             num_samples=len(rewards),
+            num_unscored=len(rewards) - len(scored),
             mean_response_tokens=num_tokens / len(rewards),
             duration_s=time.perf_counter() - started,
             samples=tuple(shown),

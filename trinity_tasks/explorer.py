@@ -8,6 +8,7 @@ Its whole state is the number of shards it has written: a step whose shard exist
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from engines.algorithms.presets import resolve
 from engines.base import Completion, Sampler
+from engines.config import ModelConfig
+from engines.errors import DataError
 from engines.experience import EID, Experience
 from engines.text import Tokenizer, decode_response, encode_example, encode_prompt
 from trinity_tasks.buffer import ExperienceWriter
@@ -39,12 +43,13 @@ class Explorer:
         taskset = config.buffer.explorer_input.taskset
         assert taskset is not None, "Config guarantees a taskset in mode: both"
         self._config = config
+        algorithm = resolve(config.algorithm)
+        self._group_size = algorithm.group_size
         self._tokenizer = tokenizer
         self._sampler = sampler
         self._taskset: Taskset = build_taskset(taskset)
-        self._reward: RewardFn = load_reward(taskset.reward_fn)
-        limits = RowLimits(
-            vocab_size=len(tokenizer),
+        self._reward: RewardFn = load_reward(taskset.reward_fn, required="rewards" in algorithm.needs)
+        limits = RowLimits(  # not the tokenizer's size: embeddings are often padded, and the model may sample what pads
             max_prompt_tokens=config.model.max_prompt_tokens,
             max_response_tokens=config.model.max_response_tokens,
             max_model_len=config.model.max_model_len,
@@ -70,7 +75,9 @@ class Explorer:
         tasks = self._taskset.batch(step, self._config.buffer.batch_size)
         demonstrate = self._config.buffer.explorer_input.default_workflow_type == "demonstrate"
         rows, metrics = self._demonstrate(step, tasks) if demonstrate else self._sample(step, tasks)
-        self._writer.write(rows)
+        with contextlib.suppress(FileExistsError):  # written before, by this or another process: it is kept
+            self._writer.write(rows, index=step)
+        self._writer.next_index = step + 1
         return metrics
 
     def _demonstrate(self, step: int, tasks: Sequence[Task]) -> tuple[list[Experience], dict[str, float]]:
@@ -93,8 +100,8 @@ class Explorer:
         assert self._sampler is not None, "workflow `sample` needs a sampler"
         started = time.perf_counter()
         seed = derive_seed(self._config.seed, self._config.explorer.name, step)
-        prompts = [encode_prompt(self._tokenizer, task.messages) for task in tasks]
-        groups = sample(self._sampler, prompts, self._config, n=self._config.group_size, seed=seed)
+        prompts = [encode_task(self._tokenizer, task, self._config.model) for task in tasks]
+        groups = sample(self._sampler, prompts, self._config, n=self._group_size, seed=seed)
         sampled = time.perf_counter()
         rows = [
             self._row(EID(step, position, run, suffix=self._suffix(step, position, run)), task, prompt, completion)
@@ -142,10 +149,23 @@ class Explorer:
         self._worker.shutdown()
 
 
+def encode_task(tokenizer: Tokenizer, task: Task, model: ModelConfig) -> list[int]:
+    """The prompt of a task. Raises DataError, which names the task, if the model cannot take it."""
+    prompt = encode_prompt(tokenizer, task.messages)
+    longest = model.max_prompt_tokens or model.max_model_len - 1
+    if len(prompt) > longest:
+        raise DataError(
+            f"task {task.index} ({task.question!r}): its prompt has {len(prompt)} tokens, and model.max_prompt_tokens "
+            f"({model.max_prompt_tokens}) with model.max_model_len ({model.max_model_len}) allows {longest}; raise the "
+            "limit, or leave such tasks out"
+        )
+    return prompt
+
+
 def sample(
     sampler: Sampler, prompts: Sequence[Sequence[int]], config: Config, *, n: int, seed: int
 ) -> list[list[Completion]]:
     """n completions per prompt, within the model's limits."""
-    room = config.model.max_model_len - max(len(prompt) for prompt in prompts)
-    max_tokens = min(room, config.model.max_response_tokens or room)
-    return sampler.generate(prompts, n=n, max_tokens=max_tokens, temperature=config.model.temperature, seed=seed)
+    model = config.model
+    max_tokens = model.max_response_tokens or model.max_model_len  # the sampler stops each row at max_model_len
+    return sampler.generate(prompts, n=n, max_tokens=max_tokens, temperature=model.temperature, seed=seed)

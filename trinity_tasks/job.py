@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import importlib.metadata
 import secrets
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import ValidationError
+
 from engines.config import Frozen, Resume
-from engines.errors import ConfigError
+from engines.errors import CheckpointError, ConfigError
 from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import changes, fingerprint
 from trinity_tasks.lease import Lease
 from trinity_tasks.ledger import Ledger
-from trinity_tasks.storage import Storage
+from trinity_tasks.storage import DamagedObject, Storage
 from trinity_tasks.tracking import Tracker
 from trinity_tasks.weights import WeightStore
 
 FORMAT_VERSION = 1
+START_RETRY_S = 5.0
+"""How long a start waits for a store that does not answer: a wrong endpoint shall be told at once."""
 
 
 class JobRecord(Frozen):
@@ -86,7 +92,7 @@ class Job:
         continue it; the message shows the difference).
         """
         store = job_store(config)
-        store.check_writable()
+        store.with_retry_s(START_RETRY_S).check_writable()
         lease = Lease.acquire(store, ttl_s=config.lease.ttl_s)
         try:
             record = _continue(store, config)
@@ -95,6 +101,13 @@ class Job:
             lease.release()
             raise
         return cls(config, store, lease, record)
+
+    def new_scratch(self) -> Path:
+        """An empty local folder for this process; those that killed processes of the job left here are removed."""
+        prefix = f"trinity-flows-{self.record.job_id}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=prefix))
 
     def update(self, **changed: Any) -> None:
         """Write fields of job.json that have become known. Does nothing if none differs."""
@@ -136,10 +149,10 @@ def already_done(config: Config) -> bool:
     """
     store = job_store(config)
     try:
-        record = read_record(store)
+        record = read_record(store.with_retry_s(START_RETRY_S))
     except ConfigError:
         return False
-    _allowed_changes(store.url, record.config, config)
+    _allowed_changes(store, record.config, config)
     total = config.trainer.total_steps
     return record.closed_at_step is not None and (total is None or record.closed_at_step >= total)
 
@@ -155,12 +168,28 @@ def job_url(config: Config) -> str:
 
 
 def read_record(store: Storage) -> JobRecord:
-    """job.json of an existing job. Raises ConfigError if there is none."""
+    """job.json of an existing job. Raises ConfigError if there is none, CheckpointError if it cannot be read."""
+    record = _stored_record(store)
+    if record is None:
+        raise ConfigError(f"{store.url}: no job here (job.json is missing); give the URL that the run printed")
+    return record
+
+
+def _stored_record(store: Storage) -> JobRecord | None:
+    where = store.where("job.json")
     try:
-        return JobRecord.model_validate(store.read_json("job.json"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{store.url}: no job here (job.json is missing); give the URL that the run printed"
+        stored = store.read_json("job.json")
+        version = stored.get("format_version") if isinstance(stored, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{where} has format {version}, this version reads up to {FORMAT_VERSION}; upgrade trinity-flows"
+            )
+        return JobRecord.model_validate(stored)
+    except FileNotFoundError:
+        return None
+    except (DamagedObject, ValidationError) as error:
+        raise CheckpointError(
+            f"{where} does not say which job this is: {error}; restore it from a copy, or start under another name"
         ) from error
 
 
@@ -170,29 +199,39 @@ def _continue(store: Storage, config: Config) -> JobRecord:
         "config_fingerprint": fingerprint(config),
         "code_version": importlib.metadata.version("trinity-flows"),
     }
-    try:
-        stored = store.read_json("job.json")
-    except FileNotFoundError:
+    record = _stored_record(store)
+    if record is None:
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return JobRecord(job_id=secrets.token_hex(8), created_at=created, attempt=1, **now)
-    record = JobRecord.model_validate(stored)
-    changed = _allowed_changes(store.url, record.config, config)
+    changed = _allowed_changes(store, record.config, config)
     now["closed_at_step"] = None
     attempt = record.attempt + 1
     log = (*record.changes, *({"attempt": attempt, **change} for change in changed))
     return record.model_copy(update={**now, "attempt": attempt, "changes": log})
 
 
-def _allowed_changes(url: str, before: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
-    found = changes(before, config)
+def _allowed_changes(store: Storage, before: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
+    try:
+        found = changes(before, config)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{store.where('job.json')} holds a config that this version of trinity-flows does not take: {error}; go "
+            "on with the version that wrote it, or start under another name"
+        ) from error
     refused = [change for change in found if change.resume is not Resume.SAFE]
-    if refused:
+    if refused and _has_made_something(store):
         lines = [f"  {c.field}: {c.before!r} -> {c.after!r} ({c.resume.value})" for c in refused]
         raise ConfigError(
-            f"{url}: the job was started with another config:\n" + "\n".join(lines) + "\n"
+            f"{store.url}: the job was started with another config:\n" + "\n".join(lines) + "\n"
             "Go on with the config it was started with, or give the new experiment a name of its own: --set name=..."
         )
     return [{"field": c.field, "before": c.before, "after": c.after} for c in found]
+
+
+def _has_made_something(store: Storage) -> bool:
+    """Whether anything depends on the config: a job that failed before that, stages included, may be corrected."""
+    names = (info.name for info in store.list(recursive=True))
+    return any(PurePosixPath(name).name != "job.json" and PurePosixPath(name).parent.name != "lease" for name in names)
 
 
 def fetch_model(model_path: str, into: Path) -> Path:
@@ -201,9 +240,12 @@ def fetch_model(model_path: str, into: Path) -> Path:
     if local.is_dir():
         return local
     if "://" not in model_path:
-        raise ConfigError(f"model.model_path {model_path}: no such folder; give an HF folder or its URL")
+        raise ConfigError(
+            f"model.model_path {model_path}: no such folder; give an HF folder or its URL (nothing is fetched from the "
+            "Hugging Face Hub: download a model first)"
+        )
     store = Storage(model_path)
-    files = store.list("", recursive=True)
+    files = store.with_retry_s(START_RETRY_S).list(recursive=True)
     if not any(file.name == "config.json" for file in files):
         raise ConfigError(f"model.model_path {model_path}: no config.json there; give the URL of an HF folder")
     for file in files:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from engines.config import Frozen
 from engines.errors import LeaseLost, StorageError
-from trinity_tasks.storage import Storage
+from trinity_tasks.storage import DamagedObject, Storage
 
 TTL_S = 60.0
 BEATS_PER_TTL = 4
@@ -118,7 +118,7 @@ def _read(store: Storage, number: int) -> LeaseRecord | None:
         return LeaseRecord.model_validate(store.read_json(_path(number)))
     except FileNotFoundError:
         return None  # a later holder tidied it away
-    except ValidationError as error:
+    except (ValidationError, DamagedObject) as error:
         raise StorageError(
             f"{store.where(_path(number))} is not a lease: {error}; remove it if no run is alive"
         ) from error

@@ -17,7 +17,7 @@ from engines.config import Frozen
 from engines.errors import DataError
 from engines.experience import Experience
 from trinity_tasks.cursor import BatchRef, Cursor, RowRange
-from trinity_tasks.storage import Storage
+from trinity_tasks.storage import DamagedObject, Storage
 
 _ENTRY: Final = re.compile(r"step_(\d{8,})\.json")
 
@@ -107,11 +107,13 @@ class Ledger:
 
     def read(self, step: int) -> LedgerEntry:
         """Raises FileNotFoundError if the step has no entry, DataError if the entry cannot be understood."""
-        value = self._store.read_json(_name(step))
         try:
-            return LedgerEntry.model_validate(value)
-        except ValidationError as error:
-            raise DataError(f"{self._store.where(_name(step))} is not a ledger entry: {error}") from error
+            return LedgerEntry.model_validate(self._store.read_json(_name(step)))
+        except (ValidationError, DamagedObject) as error:
+            raise DataError(
+                f"{self._store.where(_name(step))} is not a ledger entry: {error}; restore it from a copy, or remove "
+                "it to let the step take its rows anew"
+            ) from error
 
     def steps(self) -> list[int]:
         """Steps that have an entry, ascending."""

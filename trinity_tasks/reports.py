@@ -66,12 +66,16 @@ def rollout_rows(
         {
             "prompt": str((first or second or {})["prompt"]),
             "before": str(first["response"]) if first else None,
-            "reward_before": float(first["reward"]) if first else None,
+            "reward_before": _reward(first),
             "after": str(second["response"]) if second else None,
-            "reward_after": float(second["reward"]) if second else None,
+            "reward_after": _reward(second),
         }
         for first, second in pairs
     ]
+
+
+def _reward(row: Mapping[str, Any] | None) -> float | None:
+    return None if row is None or row["reward"] is None else float(row["reward"])
 
 
 def rollouts_markdown(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from engines import plugins
 from engines.errors import ConfigError, DataError
@@ -30,23 +30,41 @@ def verifier_exact(task: Task, response: str) -> float | None:
 REWARDS: dict[str, RewardFn] = {"verifier": verifier, "verifier_exact": verifier_exact}
 
 
-def load_reward(name: str) -> RewardFn:
+def load_reward(name: str, *, required: bool = False) -> RewardFn:
     """The reward of that name, or a user's `module:function`; its result is checked on every call.
 
-    Raises ConfigError for a name that is neither. The returned function raises DataError for NaN and infinity.
+    required: None is refused too, because the algorithm has no use for a sample without a reward.
+    Raises ConfigError for a name that is neither. The returned function raises DataError for what is neither a finite
+    number nor None; an error inside a user's function goes through, with a note of what it was about to score.
     """
     function = REWARDS.get(name) or _imported(name)
 
     def checked(task: Task, response: str) -> float | None:
-        reward = function(task, response)
-        if reward is not None and not math.isfinite(reward):
-            raise DataError(
-                f"reward {name} gave {reward} for task {task.index} ({task.question!r}) and response {response!r}; "
-                "give a finite number, or None for unscored"
-            )
+        try:
+            given: object = function(task, response)
+        except Exception as error:
+            error.add_note(f"reward {name}, scoring {_shown(task, response)}")
+            raise
+        reward = _number(given)
+        unscored = given is None and not required
+        if not unscored and (reward is None or not math.isfinite(reward)):
+            remedy = "this algorithm needs a number" if required else "give a finite number, or None for unscored"
+            raise DataError(f"reward {name} gave {given!r} for {_shown(task, response)}; {remedy}")
         return reward
 
     return checked
+
+
+def _shown(task: Task, response: str) -> str:
+    return f"task {task.index} ({task.question!r}) and response {response!r}"
+
+
+def _number(given: Any) -> float | None:
+    """None for what is no number; the text of one is none either."""
+    try:
+        return None if isinstance(given, str | bytes) else float(given)
+    except (TypeError, ValueError):
+        return None
 
 
 def _imported(name: str) -> RewardFn:

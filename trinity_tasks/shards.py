@@ -287,7 +287,8 @@ def decode(data: bytes, name: str, where: str | None = None) -> Shard:
         if (_CHECKSUM_KEY.encode() in metadata) != has_checksum:
             raise _damaged(where, "its checksum is missing or misplaced")
         _check_schema(file.schema_arrow, metadata, where)
-        columns = [column for column in _NAMES if column in file.schema_arrow.names]
+        present = frozenset(cast("list[str]", file.schema_arrow.names))
+        columns = [column for column in _NAMES if column in present]
         table = file.read(columns=columns, use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
@@ -338,8 +339,9 @@ def _check_schema(schema: Any, metadata: dict[bytes, bytes], name: str) -> None:
 def _decode_table(table: Any, name: str, where: str) -> Shard:
     lists: dict[str, _Lists] = {}
     scalars: dict[str, list[Any]] = {}
+    present = frozenset(cast("list[str]", table.column_names))  # pyarrow makes the list anew at each access
     for field in SCHEMA:
-        if field.name not in table.column_names:
+        if field.name not in present:
             continue
         column = table.column(field.name).combine_chunks()
         nulls: int = column.null_count

@@ -37,7 +37,9 @@ RETRY_S = 60.0
 
 _T = TypeVar("_T")
 _FILESYSTEMS: dict[tuple[int, str, str], Any] = {}
-"""(pid, protocol, options) -> fsspec filesystem. By pid: a connection must not cross a fork."""
+"""(pid, protocol, options and environment) -> fsspec filesystem. By pid: a connection must not cross a fork."""
+_ENVIRONMENT = ("AWS_", "FSSPEC_")
+"""Variables that drivers read when they connect: a corrected endpoint must not find the old connection."""
 _TOKEN = "created-by"
 _MEMORY_LOCK = threading.RLock()
 
@@ -115,7 +117,7 @@ class _RemoteFiles:
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        return (OSError, *_client_errors(self.protocol)[0])
+        return (OSError, ValueError, *_client_errors(self.protocol)[0])
 
     def local_path(self, path: str) -> Path | None:
         return None
@@ -124,7 +126,8 @@ class _RemoteFiles:
         options: dict[str, Any] = {"use_listings_cache": False, **self.options}
         if self.protocol == "s3":
             options["config_kwargs"] = {**S3_CONFIG, **options.get("config_kwargs", {})}
-        key = (os.getpid(), self.protocol, json.dumps(options, sort_keys=True, default=str))
+        environment = sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
+        key = (os.getpid(), self.protocol, json.dumps([options, environment], sort_keys=True, default=str))
         filesystem = _FILESYSTEMS.get(key)
         if filesystem is None:
             import fsspec  # pyright: ignore[reportMissingTypeStubs]

@@ -25,7 +25,8 @@ def is_refused_condition(error: BaseException) -> bool:
 def advice(error: BaseException, url: str) -> str:
     """The likely cause and what to do, for the end of a message about the store at `url`."""
     code = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, PermissionError):
+    about_keys = any(word in type(error).__name__ for word in ("Credential", "Profile", "Token"))
+    if isinstance(error, PermissionError) or about_keys:
         if "://" in url:
             return "no permission; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or the profile)"
         return "no permission; check the owner and mode of the folder"
@@ -42,6 +43,8 @@ def advice(error: BaseException, url: str) -> str:
         return "a file is where a folder must be; move it away or choose another folder"
     if code in (errno.EPERM, errno.ENOTSUP) and "://" not in url:
         return "the file system has no hard links, so a create-only write is impossible; choose another folder"
+    if isinstance(error, ValueError):
+        return "the driver takes no such value; check AWS_ENDPOINT_URL_S3 (http://HOST:PORT) and the URL"
     if type(error).__module__.startswith(("botocore", "aiohttp")) or isinstance(error, (TimeoutError, ConnectionError)):
         return "the store does not answer; check AWS_ENDPOINT_URL_S3 and the network, then run again"
     return "the store refused or failed; see the cause, then run again"

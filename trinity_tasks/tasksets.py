@@ -11,7 +11,6 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Protocol, cast
 
 from engines.errors import ConfigError, DataError
@@ -22,6 +21,7 @@ from trinity_tasks.storage import Storage
 STRIDE = 1_000_003
 """Distance between the generator's numbers that are tried for one task; prime, so that tasks rarely meet."""
 MAX_TRIES = 10_000
+"""Draws without a new task after which a source without end is said to have no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +74,27 @@ class Taskset:
         if source.num_entries is not None or config.num_tasks is not None:
             self._finite = self._distinct()
 
-    def __len__(self) -> int:
-        """Number of distinct tasks. Raises TypeError for a set without end."""
-        if self._finite is None:
-            raise TypeError(f"task set {self._config.name} has no end")
-        return len(self._finite)
+    @property
+    def num_tasks(self) -> int | None:
+        """Number of distinct tasks; None: without end."""
+        return None if self._finite is None else len(self._finite)
 
     def __getitem__(self, index: int) -> Task:
-        """Task `index`; a finite set starts again from its first after its last. Raises DataError."""
+        """Task `index`; a finite set starts again from its first after its last.
+
+        Raises ConfigError if the split of an endless source seems to be empty.
+        """
         if self._finite is not None:
             return self._task(index, self._finite[index % len(self._finite)])
         for attempt in range(MAX_TRIES):
             entry = self._source.entry(index + attempt * STRIDE)
             if self._in_split(entry):
                 return self._task(index, entry)
-        raise DataError(f"task set {self._config.name}: {MAX_TRIES} draws for task {index} are all of the other split")
+        raise ConfigError(
+            f"task set {self._config.name}: {MAX_TRIES} draws of {self._config.dataset} for task {index} are all of "
+            f"the other split; there are too few questions, or held_out_share {self._config.held_out_share} leaves "
+            f"none for split {self._config.split}"
+        )
 
     def batch(self, step: int, size: int) -> list[Task]:
         """Tasks of explorer step `step`: numbers step * size to (step + 1) * size - 1."""
@@ -96,17 +102,16 @@ class Taskset:
 
     def _distinct(self) -> list[Mapping[str, Any]]:
         wanted, available = self._config.num_tasks, self._source.num_entries
-        limit = available if available is not None else (wanted or 0) * 1000
         found: dict[str, Mapping[str, Any]] = {}
-        for index in range(limit):
-            entry = self._source.entry(index)
-            if self._in_split(entry):
-                found.setdefault(entry["question"], entry)
-                if len(found) == wanted:
-                    break
+        drawn = newest = 0
+        while len(found) != wanted and (drawn - newest < MAX_TRIES if available is None else drawn < available):
+            entry = self._source.entry(drawn)
+            drawn += 1
+            if self._in_split(entry) and entry["question"] not in found:
+                found[entry["question"]], newest = entry, drawn
         if not found:
             raise ConfigError(
-                f"task set {self._config.name} is empty: none of {limit} entries of {self._config.dataset} is in split "
+                f"task set {self._config.name} is empty: none of {drawn} entries of {self._config.dataset} is in split "
                 f"{self._config.split} (held_out_share {self._config.held_out_share})"
             )
         if wanted is not None and len(found) < wanted:
@@ -184,17 +189,27 @@ def _parse(line: str, number: int, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where}, line {number} is not JSON: {error}") from error
     if not isinstance(entry, dict) or not {"question", "answer"} <= entry.keys():
         raise DataError(f"{where}, line {number}: a task needs the keys question and answer")
-    return cast("dict[str, Any]", entry)
+    task = cast("dict[str, Any]", entry)
+    for key in ("question", "answer"):
+        if not isinstance(task[key], str | int | float):
+            raise DataError(f"{where}, line {number}: {key} is {json.dumps(task[key])}; it must be text or a number")
+    return task
 
 
 def build_taskset(config: TasksetConfig) -> Taskset:
     """The tasks that the config names. Raises ConfigError (unknown, empty, too few), DataError, StorageError."""
     if config.source == "reasoning_gym":
         return Taskset(config, ReasoningGym(config.dataset, config.dataset_args, config.seed))
-    path = PurePosixPath(config.dataset)
-    folder = config.dataset[: -len(path.name) - 1] or "."
+    folder, slash, name = config.dataset.rpartition("/")
+    if not name:
+        raise ConfigError(
+            f"task set {config.name}: dataset is {config.dataset!r}; with source: jsonl it is the path or URL of a file"
+        )
     try:
-        text = Storage(folder).read_bytes(path.name).decode()
+        text = Storage(folder or slash or ".").read_bytes(name).decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise ConfigError(f"task set {config.name}: there is no file {config.dataset}") from error
-    return Taskset(config, JsonLines(text.splitlines(), config.dataset))
+        raise ConfigError(f"task set {config.name}: there is no file {config.dataset}; check dataset") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"task set {config.name}: {config.dataset} is not UTF-8 text: {error}") from error
+    # not splitlines(): a question may contain other characters that it takes for the end of a line
+    return Taskset(config, JsonLines(text.split("\n"), config.dataset))

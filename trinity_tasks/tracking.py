@@ -149,8 +149,9 @@ class Tracker(Outbox):
         if self._closed is not None:
             self._warn("closed", f"step {step} of {stream!r} was logged after close; it is not sent")
             return
+        before = self._spool.num_metrics
         super().log(step, metrics, stream=stream, timestamp_ms=timestamp_ms)
-        if self._spool.num_metrics >= self._pace.eager_metrics:
+        if before < self._pace.eager_metrics <= self._spool.num_metrics:  # once: what is being sent counts until it is
             self._delivery.nudge()
 
     # -- what it knows ------------------------------------------------------------------------------------------------
@@ -256,6 +257,9 @@ class Tracker(Outbox):
                 return
             self._send_points(points)
             self._spool.balance()
+            few_left = self._spool.num_metrics < self._pace.eager_metrics
+            if few_left and not (last or self._one_by_one):  # a call for each point that comes meanwhile is dear
+                break
         self._one_by_one = False
         self._send_tags()
         self._send_datasets()

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from engines import plugins
 from engines.errors import ConfigError
 from trinity_tasks.tracked_values import mask_secrets
+
+SCHEMES = frozenset({"http", "https", "databricks", "databricks-uc", "uc", "sqlite", "postgresql", "mysql", "mssql"})
+"""Stores that MLflow brings itself; for others there are plug-ins."""
 
 
 class MonitorLike(Protocol):
@@ -23,7 +27,8 @@ class MonitorLike(Protocol):
 def tracking_uri(monitor: MonitorLike, root_dir: str) -> str:
     """Where metrics go: the config's URI, else MLFLOW_TRACKING_URI, else a sqlite file in `root_dir`.
 
-    `root_dir` on a remote store leaves the current folder for the sqlite file. Raises ConfigError for a file store.
+    `root_dir` on a remote store leaves the current folder for the sqlite file. Raises ConfigError for a file store, and
+    for a scheme that MLflow does not know.
     """
     uri = monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
@@ -34,6 +39,11 @@ def tracking_uri(monitor: MonitorLike, root_dir: str) -> str:
         raise ConfigError(
             f"monitor.tracking_uri is {mask_secrets(uri)!r}: MLflow's file store cannot write a step atomically; "
             "use a server (http://host:5000) or a database (sqlite:////folder/mlflow.db)"
+        )
+    known = SCHEMES | plugins.installed("mlflow.tracking_store").keys()
+    if (scheme := urlsplit(uri).scheme.partition("+")[0]) not in {*known, ""}:
+        raise ConfigError(
+            f"monitor.tracking_uri is {mask_secrets(uri)!r}; MLflow knows no {scheme}://, {plugins.hint(scheme, known)}"
         )
     return uri
 

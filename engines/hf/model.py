@@ -136,6 +136,14 @@ def _read(folder: Path) -> LoadedModel:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so it is not an HF model folder; check model.model_path")
     try:
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"{folder / 'config.json'} cannot be read: {reason}; check model.model_path, it must be the folder of a "
+            "causal LM"
+        ) from error
+    try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

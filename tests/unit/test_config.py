@@ -106,7 +106,7 @@ def test_a_file_with_overrides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("a: [", "not YAML"), ("- 1", "this file holds list"), ("", "NoneType")]
+    ("content", "words"), [("a: [", "not YAML"), ("- 1", "this file holds a list"), ("", "is empty")]
 )
 def test_a_file_that_is_no_config(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "job.yaml"
@@ -152,6 +152,17 @@ def test_each_field_of_a_stage_keeps_its_own_rule() -> None:
     before = parse_config(STAGED).model_dump(mode="json")
     found = changes(before, parse_config(with_override(STAGED, "stages.grpo.trainer.total_steps=9")))
     assert [(change.field, change.resume) for change in found] == [("stages.grpo.trainer.total_steps", Resume.SAFE)]
+
+
+def test_a_job_may_be_moved_and_measured_on_more_tasks() -> None:
+    before = parse_config(BASE)
+    more = with_override(BASE, "buffer.explorer_input.eval_tasksets=[{dataset: spell_backward, num_tasks: 3}]")
+    found = changes(before.model_dump(mode="json"), parse_config({**more, "checkpoint_root_dir": "elsewhere"}))
+    assert [(change.field, change.resume) for change in found] == [
+        ("checkpoint_root_dir", Resume.SAFE),
+        ("buffer.explorer_input.eval_tasksets", Resume.SAFE),
+    ]
+    assert fingerprint(parse_config(more)) == fingerprint(before)
 
 
 def test_the_fingerprint_ignores_what_is_safe_to_change() -> None:
