@@ -51,26 +51,17 @@ def read(folder: Path, optimizer: AdamW) -> dict[str, int]:
 
 
 def seed_everything(seed: int) -> None:
-    """Start all random generators that a snapshot keeps."""
+    """Start all random generators. Only torch's goes on in a snapshot: see `_rng_states`."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def _rng_states() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = numpy_state
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "python": [version, list(words), gauss],
-        "numpy": [name, keys.tobytes().hex(), int(position), int(has_gauss), float(cached)],
-    }
+def _rng_states() -> dict[str, str]:
+    """Of torch alone: any library of the process may draw from those of Python and numpy, in threads of its own, so
+    they belong to no snapshot, and nothing here draws from them."""
+    return {"torch": torch.get_rng_state().numpy().tobytes().hex()}
 
 
-def _set_rng_states(states: dict[str, Any]) -> None:
+def _set_rng_states(states: dict[str, str]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), np.uint32), position, has_gauss, cached))

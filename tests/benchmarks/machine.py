@@ -20,6 +20,12 @@ def describe_machine() -> str:
     return f"{cpu}, {cores} cores, {memory_gib:.0f} GiB, python {platform.python_version()}, torch {version('torch')}"
 
 
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself."""
+    flags = (_field(Path("/proc/cpuinfo"), "flags") or "").split()
+    return bool({"avx512_bf16", "amx_bf16", "bf16"}.intersection(flags))
+
+
 def describe_commit() -> str:
     """Revision of the working tree, with -dirty for uncommitted changes; unknown outside git."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -120,19 +120,18 @@ class Side:
         return statistics.median(self.cpu_s)
 
 
-def interleave(workers: list[Worker], pairs: int) -> list[Side]:
+def interleave(workers: dict[str, Worker], pairs: int) -> dict[str, Side]:
     """One warm-up step of each worker, then `pairs` rounds of one step of each in turn."""
-    firsts = [worker.step() for worker in workers]
-    rounds = [[worker.step() for worker in workers] for _ in range(pairs)]
-    return [
-        Side(
-            wall_s=[steps[index]["wall_s"] for steps in rounds],
-            cpu_s=[steps[index]["cpu_s"] for steps in rounds],
-            growth_mb=max([first["growth_mb"], *(steps[index]["growth_mb"] for steps in rounds)]),
-            first=first,
+    firsts, *rounds = [{name: worker.step() for name, worker in workers.items()} for _ in range(1 + pairs)]
+    return {
+        name: Side(
+            wall_s=[steps[name]["wall_s"] for steps in rounds],
+            cpu_s=[steps[name]["cpu_s"] for steps in rounds],
+            growth_mb=max(steps[name]["growth_mb"] for steps in (firsts, *rounds)),
+            first=firsts[name],
         )
-        for index, first in enumerate(firsts)
-    ]
+        for name in workers
+    }
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:

@@ -60,16 +60,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         "tests.benchmarks.sampling:sampler_vs_generate", (Measure("sampler_vs_generate", "x", at_least=2),)
     ),
     "orchestration": Benchmark(
-        "tests.benchmarks.orchestration:per_step",
+        "tests.benchmarks.orchestration:orchestration",
         (
             Measure("orchestration_ms_per_step", "ms", at_most=12),
-            Measure("server_cpu_ms_per_step", "ms", at_most=25),
-        ),
-    ),
-    "orchestration_growth": Benchmark(
-        "tests.benchmarks.orchestration:growth",
-        (
             Measure("orchestration_growth", "x", at_most=1.1),
+            Measure("server_cpu_ms_per_step", "ms", at_most=25),
             Measure("rss_kb_per_step", "KB", at_most=1),
         ),
     ),

@@ -15,8 +15,9 @@ NOT_COMPARED = ("time/", "perf/")
 
 def final_state(job: Path) -> dict[str, str]:
     """sha256 of every file of the last commit that training determines."""
-    manifests = [json.loads(file.read_text()) for file in sorted((job / "commits").glob("0*.json"))]
-    manifest = [each for each in manifests if each["kind"] == "checkpoint"][-1]
+    newest_first = sorted((job / "commits").glob("0*.json"), reverse=True)
+    manifests = (json.loads(file.read_text()) for file in newest_first)
+    manifest = next(each for each in manifests if each["kind"] == "checkpoint")
     names = [file["path"].removeprefix(manifest["prefix"] + "/") for file in manifest["files"]]
     kept = [name for name in names if name != "metrics_spool.json"]
     return {name: hashlib.sha256((job / manifest["prefix"] / name).read_bytes()).hexdigest() for name in kept}

@@ -106,7 +106,9 @@ def test_text_after_the_end_of_turn_is_not_trained() -> None:
 def test_missing_chat_template_says_what_to_do() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(kind="byte"))
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"no chat template, .* put one into the model's folder, as chat_template.jinja"):
+    with pytest.raises(
+        ConfigError, match=r"no chat template, .* put one into the model's folder, as chat_template.jinja"
+    ):
         encode_prompt(tokenizer, user("a"))
 
 
