@@ -118,12 +118,16 @@ def ledger(
 
 def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, as_json: bool) -> None:
     """Load the config, run the flow embedded or on the server that PREFECT_API_URL names, exit as it ended."""
+    from flows.embedded_server import EmbeddedServer
     from flows.environment import preload, set_defaults
-    from trinity_tasks.config_source import load_config
 
     set_defaults()
+    server = EmbeddedServer.start()
+    from trinity_tasks.config_source import load_config
+
     paths = path if isinstance(path, list) else [path]
     configs = [load_config(each, overrides or ()) for each in paths]
+    server.announce()
     preload("torch", "transformers", "mlflow", "reasoning_gym")
     from importlib import import_module
 
@@ -131,6 +135,7 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
 
     flow: Callable[..., Coroutine[Any, Any, Any]] = getattr(import_module(f"flows.{name}"), name)
     argument = configs if isinstance(path, list) else configs[0]
+    server.wait_until_ready()
     with quiet(as_json):
         state = asyncio.run(flow(argument, return_state=True))
         if state.is_cancelled():

@@ -20,6 +20,11 @@ DEFAULTS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
+    # Nobody watches the events of a server that ends with its command, and no automation could act on them.
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+    "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
+    # "Finished in state Completed()" for every task run: the task run says that itself.
+    "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING",
     # A line per task run on the console would drown the progress display; the Prefect UI still gets all of them.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",

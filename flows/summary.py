@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engines.config import Frozen
+from flows.embedded_server import EmbeddedServer
 from trinity_tasks.evaluator import Evaluation
 from trinity_tasks.inspection import JobState
 from trinity_tasks.reports import History, reward_curve_png, rollout_rows, rollouts_html, rollouts_markdown
@@ -160,7 +161,7 @@ def _prefect_ui(flow_run_id: object) -> str:
 
     settings = get_current_settings()
     page = f"/runs/flow-run/{flow_run_id}" if flow_run_id else "/runs"
-    if settings.api.url:
+    if settings.api.url and not EmbeddedServer.running:
         return f"{settings.ui_url or settings.api.url.removesuffix('/api')}{page}"
     return f"prefect server start  # then http://127.0.0.1:4200{page}"
 

@@ -7,17 +7,22 @@ recovery there is the flow's retry, which prepares again from the last commit.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import FlowRunContext
 from prefect.tasks import Task, exponential_backoff
 
-from engines.errors import ConfigError, DataError, LeaseLost
-from trinity_tasks.loop import Steps
+from engines.errors import ConfigError, DataError, LeaseLost, TrinityFlowsError
+from trinity_tasks.loop import Step, Steps
 from trinity_tasks.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 NEVER_RETRIED = (ConfigError, DataError, LeaseLost)
 """Repeating cannot help, or must not happen."""
@@ -86,10 +91,41 @@ async def evaluate(trainer: Trainer) -> dict[str, float]:
 def prefect_steps(trainer: Trainer) -> Steps:
     """The loop's steps as task runs of the flow that is running.
 
-    Except a hand-over of weights in memory: it takes no time and has nothing to retry, while a task run costs
-    milliseconds here and at the server, each step.
+    A task run costs milliseconds here and at the server. So what happens in this process in every step is a plain call:
+    a hand-over of weights in memory, which has nothing to retry, and exploring, which becomes a task run once it fails.
     """
-    tasks = (explore_step, train_step, sync_weight, save_checkpoint, evaluate)
-    steps = Steps(*(partial(each, trainer) for each in tasks))
+
+    def as_task(task: Callable[[Trainer], Awaitable[object]]) -> Step:
+        return partial(_forgotten, task, trainer)
+
     in_memory = trainer.config.synchronizer.sync_method == "memory"
-    return steps._replace(sync_weight=trainer.sync_weight) if in_memory else steps
+    return Steps(
+        explore_step=partial(_explore, trainer),
+        train_step=as_task(train_step),
+        sync_weight=trainer.sync_weight if in_memory else as_task(sync_weight),
+        save_checkpoint=as_task(save_checkpoint),
+        evaluate=as_task(evaluate),
+    )
+
+
+async def _explore(trainer: Trainer) -> object:
+    """One step is the same whoever calls it, and however often: see `Explorer`."""
+    try:
+        return await trainer.explore_step()
+    except NEVER_RETRIED:
+        raise
+    except TrinityFlowsError as error:
+        logger.warning("exploring failed and is tried again as a task run: %s", error)
+        return await _forgotten(explore_step, trainer)
+
+
+async def _forgotten(task: Callable[[Trainer], Awaitable[object]], trainer: Trainer) -> object:
+    """Run a task and let Prefect forget its result.
+
+    A flow run keeps every number that a task returned, to find out which task's input is another's output: a leak of
+    kilobytes per step, for dependencies that these tasks do not have.
+    """
+    result = await task(trainer)
+    if (context := FlowRunContext.get()) is not None:
+        context.run_results.clear()
+    return result

@@ -64,12 +64,16 @@ def _run() -> tuple[null_engine.Diary, dict[int, float]]:
     null_engine.install(diary)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         os.environ["PREFECT_HOME"] = f"{name}/prefect"
+        from flows.embedded_server import EmbeddedServer
         from flows.environment import set_defaults
 
         set_defaults()
+        server = EmbeddedServer.start()
+        server.announce()
         importlib.import_module("mlflow")  # as the command does, while the server starts
         from flows.train import train
 
+        server.wait_until_ready()
         finished = asyncio.run(train(_config(Path(name))))
         assert isinstance(finished, dict), finished
         return diary, _drained_cpu_s()

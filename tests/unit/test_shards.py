@@ -195,13 +195,27 @@ def test_a_shard_of_another_program_is_read() -> None:
     optional = [name for name in SCHEMA.names if SCHEMA.field(name).nullable and name not in ("info", "logprobs")]
 
     def without_optional_columns(table: pa.Table) -> pa.Table:
-        return table.drop(optional).append_column("extra", pa.array(range(6)))
+        present = [name for name in optional if name in table.column_names]
+        assert "reward" in present
+        return table.drop(present).append_column("extra", pa.array(range(6)))
 
     (first, *_) = decode(foreign_shard(rows, without_optional_columns), "shard").rows(0, 6)
     assert first.tokens.tolist() == rows[0].tokens.tolist()
     assert first.info == {"task_index": 7}
     assert (first.reward, first.action_mask) == (None, None)
     assert_same_rows(decode(foreign_shard(rows), "shard").rows(0, 6), rows)
+
+
+def test_a_column_without_values_is_left_out() -> None:
+    rows = make_rows(num_groups=2, group_size=2, version=5)
+    rows[1].reward = None
+    stored = pq.read_table(io.BytesIO(encode(rows))).column_names
+    assert {"tokens", "reward", "logprobs"} <= set(stored)
+    assert {"advantages", "teacher_logprobs", "chosen", "messages"}.isdisjoint(stored)
+    for row in rows:
+        row.reward = None
+    assert "reward" not in pq.read_table(io.BytesIO(encode(rows))).column_names
+    assert_same_rows(decode(encode(rows), "shard").rows(0, 4), rows)
 
 
 def replaced(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
