@@ -120,7 +120,9 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     """Load the config, run the flow embedded or on the server that PREFECT_API_URL names, exit as it ended."""
     from flows.embedded_server import EmbeddedServer
     from flows.environment import preload, set_defaults
+    from flows.signals import end_on_signals
 
+    end_on_signals(CANCELLED)
     set_defaults()
     server = EmbeddedServer.start()
     from trinity_tasks.config_source import load_config
@@ -165,6 +167,8 @@ def _fail(error: BaseException) -> NoReturn:
 
 def main() -> None:
     """Entry point of the console script."""
+    if not sys.flags.safe_path:
+        sys.path.append("")  # the working folder, for `reward_fn: my_rewards:f`; last: no file there hides a module
     try:
         app()
     except KeyboardInterrupt:

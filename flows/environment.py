@@ -6,6 +6,7 @@ the processor time), and has a minute to start on a slow machine. Nothing phones
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
@@ -38,6 +39,11 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
     # Prefect 3.9 on pydantic 2.14 says so at every import; nothing that a user could act on.
     warnings.filterwarnings("ignore", message="The 'alias' attribute with value")
+    # The command says how a run ended, in one line; Prefect would print the traceback of every foreseen error before it.
+    for runs in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(runs).propagate = False
+    for worker in ("EventsWorker", "APILogWorker"):  # warn at the end of a short run of what they are about to send
+        logging.getLogger(worker).setLevel(logging.ERROR)
 
 
 def preload(*modules: str) -> None:

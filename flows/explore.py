@@ -12,7 +12,7 @@ from flows.progress import Progress
 from flows.signals import stop_on_signals
 from trinity_tasks.config import Config
 from trinity_tasks.standalone import StandaloneExplorer
-from trinity_tasks.tasks import explore_step
+from trinity_tasks.tasks import explore_step, forgotten
 
 
 @flow(name="explore", flow_run_name="{config.name}", persist_result=False)
@@ -27,9 +27,9 @@ async def explore(config: Config) -> dict[str, Any] | State[Any]:
         with stop_on_signals(explorer.request_stop), Progress(config.name, config.trainer.total_steps) as progress:
             await explorer.prepare()
             while not explorer.finished and not explorer.stop_requested:
-                metrics = await explore_step(explorer)
+                metrics = await forgotten(explore_step, explorer)
                 num_steps += 1
-                progress.update(num_steps, metrics)
+                progress.update(explorer.num_steps, metrics)
             if not explorer.finished:
                 return Cancelled(message=f"{config.name}: stopped after {num_steps} steps; run it again to go on")
             explorer.end()

@@ -37,8 +37,8 @@ class StageSummary(Frozen):
     accuracy_before: float | None
     accuracy_after: float | None
     checkpoint_url: str | None
-    total_steps_key: str
-    """Key of --set that makes this stage longer."""
+    to_continue: tuple[str, ...]
+    """What --set takes to make this stage twice as long."""
 
 
 class Summary(Frozen):
@@ -131,8 +131,7 @@ class Summary(Frozen):
 
     def continue_command(self, command: Sequence[str]) -> str:
         """`command`, the one that was given, for a last stage of twice as many steps."""
-        stage = self.stages[-1]
-        return shlex.join([*command, "--set", f"{stage.total_steps_key}={2 * stage.steps}"])
+        return shlex.join([*command, *(word for setting in self.stages[-1].to_continue for word in ("--set", setting))])
 
 
 def _first_taskset(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -144,6 +143,8 @@ def _first_taskset(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 def _stage(state: JobState, is_only: bool) -> StageSummary:
     measured = _first_taskset(state.evaluations)
     name = state.name.rpartition("/")[2]
+    section = "trainer" if is_only else f"stages.{name}.trainer"
+    met_target = state.finished and state.total_steps is not None and state.step < state.total_steps
     return StageSummary(
         name=name,
         steps=state.step,
@@ -151,7 +152,7 @@ def _stage(state: JobState, is_only: bool) -> StageSummary:
         accuracy_before=measured[0].accuracy if measured else None,
         accuracy_after=measured[-1].accuracy if measured else None,
         checkpoint_url=state.checkpoint_url,
-        total_steps_key="trainer.total_steps" if is_only else f"stages.{name}.trainer.total_steps",
+        to_continue=(f"{section}.total_steps={2 * state.step}", *([f"{section}.stop_when=null"] if met_target else [])),
     )
 
 

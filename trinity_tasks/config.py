@@ -6,6 +6,7 @@ resume may change, are in `config_source.py`. Key names are those of Trinity-RFT
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -89,6 +90,28 @@ class BufferConfig(Frozen):
     """Experiences."""
 
 
+class StopWhen(Frozen):
+    """A target: training ends after the first step that measures it."""
+
+    metric: Annotated[str, Resume.SAFE]
+    """Metric of a train step, as MLflow shows it: loss/total, data/reward_mean, ..."""
+    below: Annotated[float | None, Resume.SAFE] = None
+    """Reached when the metric is lower than this."""
+    above: Annotated[float | None, Resume.SAFE] = None
+    """Reached when the metric is higher than this."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if (self.below is None) == (self.above is None):
+            raise ValueError("stop_when needs one bound: below or above")
+        return self
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step that measured this has reached the target. NaN and a metric that is not there have not."""
+        value = metrics.get(self.metric, math.nan)
+        return value < self.below if self.below is not None else value > cast("float", self.above)
+
+
 class TrainerConfig(Frozen):
     """How long to train, when to save, and with which engine."""
 
@@ -98,6 +121,8 @@ class TrainerConfig(Frozen):
     """Engine: hf, one of the entry point group trinity_flows.engines, or module:Class."""
     total_steps: Annotated[int | None, Resume.SAFE] = Field(default=None, ge=1)
     """Train steps in all. None: until the data ends."""
+    stop_when: Annotated[StopWhen | None, Resume.SAFE] = None
+    """A target that ends the training before total_steps."""
     save_interval: Annotated[int, Resume.SAFE] = Field(default=0, ge=0)
     """Checkpoint every so many steps; 0: only at the end. The end is always saved."""
     save_hf_checkpoint: Annotated[Literal["last", "always", "never"], Resume.SAFE] = "last"

@@ -153,8 +153,12 @@ def already_done(config: Config) -> bool:
     except ConfigError:
         return False
     _allowed_changes(store, record.config, config)
-    total = config.trainer.total_steps
-    return record.closed_at_step is not None and (total is None or record.closed_at_step >= total)
+    if record.closed_at_step is None:
+        return False
+    total, target = config.trainer.total_steps, config.trainer.stop_when
+    if total is None or record.closed_at_step >= total:
+        return True
+    return target is not None and target.reached(CheckpointStore(store).commits()[-1].metrics)
 
 
 def job_store(config: Config) -> Storage:

@@ -52,10 +52,15 @@ class StandaloneExplorer:
         self.stop_requested = True
 
     @property
+    def num_steps(self) -> int:
+        """Shards written, by this process or an earlier one."""
+        return 0 if self._explorer is None else self._explorer.num_steps
+
+    @property
     def finished(self) -> bool:
         """All shards are written."""
         total = self._config.trainer.total_steps
-        return self._explorer is not None and total is not None and self._explorer.num_steps >= total
+        return self._explorer is not None and total is not None and self.num_steps >= total
 
     async def prepare(self) -> None:
         """Load the newest published weights, or the initial model. Raises ConfigError, StorageError."""

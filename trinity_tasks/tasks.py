@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -23,6 +23,9 @@ from trinity_tasks.loop import Step, Steps
 from trinity_tasks.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+Worker = TypeVar("Worker")
+Result = TypeVar("Result")
 
 NEVER_RETRIED = (ConfigError, DataError, LeaseLost)
 """Repeating cannot help, or must not happen."""
@@ -96,7 +99,7 @@ def prefect_steps(trainer: Trainer) -> Steps:
     """
 
     def as_task(task: Callable[[Trainer], Awaitable[object]]) -> Step:
-        return partial(_forgotten, task, trainer)
+        return partial(forgotten, task, trainer)
 
     in_memory = trainer.config.synchronizer.sync_method == "memory"
     return Steps(
@@ -116,16 +119,16 @@ async def _explore(trainer: Trainer) -> object:
         raise
     except TrinityFlowsError as error:
         logger.warning("exploring failed and is tried again as a task run: %s", error)
-        return await _forgotten(explore_step, trainer)
+        return await forgotten(explore_step, trainer)
 
 
-async def _forgotten(task: Callable[[Trainer], Awaitable[object]], trainer: Trainer) -> object:
+async def forgotten(task: Callable[[Worker], Awaitable[Result]], worker: Worker) -> Result:
     """Run a task and let Prefect forget its result.
 
     A flow run keeps every number that a task returned, to find out which task's input is another's output: a leak of
     kilobytes per step, for dependencies that these tasks do not have.
     """
-    result = await task(trainer)
+    result = await task(worker)
     if (context := FlowRunContext.get()) is not None:
         context.run_results.clear()
     return result

@@ -22,6 +22,7 @@ import numpy as np
 from engines.base import SamplingEngine, TrainEngineWrapper
 from engines.errors import CheckpointError, ConfigError, StarvedError
 from engines.experience import Experience
+from engines.plugins import hint
 from engines.registry import get_trainer_wrapper as build_engine
 from trinity_tasks.buffer import Cursor
 from trinity_tasks.checkpoint import Manifest
@@ -82,6 +83,7 @@ class Trainer:
         self._metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
         self._data_ended = False
+        self._target_reached = False
         self._sync_due = False
         self._last_sync_step = 0
         self._last_sync_time: float | None = None
@@ -134,7 +136,7 @@ class Trainer:
             )
         self._cursor = manifest.cursor
         self._saved = (manifest.step, manifest.finished)
-        self._data_ended = manifest.finished and self.config.trainer.total_steps is None
+        self._target_reached = self._reaches_target(manifest.metrics)
         self.resumed_from = manifest.step
 
     def _build_samplers(self) -> None:
@@ -207,9 +209,10 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """total_steps are done; without total_steps, the data has ended after at least one step."""
+        """After at least one step: total_steps are done, the data has ended (if there is no total), or stop_when."""
         total = self.config.trainer.total_steps
-        return self.train_step_num > 0 and (self._data_ended if total is None else self.train_step_num >= total)
+        at_end = self._data_ended if total is None else self.train_step_num >= total
+        return self.train_step_num > 0 and (at_end or self._target_reached)
 
     @property
     def complete(self) -> bool:
@@ -306,7 +309,17 @@ class Trainer:
         metrics = await self.engine.train_step(exps)
         self._metrics |= metrics
         self._metrics["time/train_step_s"] = time.perf_counter() - started
+        self._target_reached = self._reaches_target(self._metrics, must_exist=True)
         return metrics
+
+    def _reaches_target(self, metrics: Mapping[str, float], must_exist: bool = False) -> bool:
+        target = self.config.trainer.stop_when
+        if target is not None and must_exist and target.metric not in metrics:
+            raise ConfigError(
+                f"trainer.stop_when.metric = {target.metric!r} is not measured in a train step; "
+                f"{hint(target.metric, metrics, 'measured')}"
+            )
+        return target is not None and target.reached(metrics)
 
     def log_step(self) -> None:
         """Hand the step's metrics to MLflow and to the observers."""
