@@ -43,6 +43,11 @@ class Synchronizer:
         self._samplers.append(sampler)
         self.model_version = max(self.model_version, sampler.version)
 
+    @property
+    def has_samplers(self) -> bool:
+        """Whether samplers of this process take weights."""
+        return bool(self._samplers)
+
     def publish_memory(self, version: int, weights: Weights) -> None:
         """Method `memory`: give the weights to every sampler of this process."""
         for sampler in self._samplers:

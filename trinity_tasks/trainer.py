@@ -135,6 +135,7 @@ class Trainer:
                 f"{self.train_step_num}; the snapshot is not the engine's: check trainer.trainer_type"
             )
         self._cursor = manifest.cursor
+        self._last_metrics = dict(manifest.metrics)
         self._saved = (manifest.step, manifest.finished)
         self._target_reached = self._reaches_target(manifest.metrics)
         self.resumed_from = manifest.step
@@ -372,9 +373,14 @@ class Trainer:
         elif step > 0:
             staged = self._stage()
             self.engine.save_state_dict()
-            self.synchronizer.publish_checkpoint(staged, step)
+            self._publish(staged, step)
             shutil.rmtree(staged)
         return self._synced(started)
+
+    def _publish(self, staged: Path, step: int) -> None:
+        self.synchronizer.publish_checkpoint(staged, step)
+        if self.synchronizer.has_samplers:  # of this process: they do not look at storage
+            self.engine.upload_state_dict()
 
     def _synced(self, started: float) -> dict[str, float]:
         now = time.monotonic()
@@ -398,7 +404,7 @@ class Trainer:
         pending = self.tracker.spool_state(step, self._metrics)
         (staged / SPOOL_FILE).write_text(json.dumps(pending))
         if self.save_publishes_weights and self._sync_due:
-            self.synchronizer.publish_checkpoint(staged / "model", step)
+            self._publish(staged / "model", step)
             self._last_sync_step, self._last_sync_time, self._sync_due = step, time.monotonic(), False
         if self.tracker.run_id is not None:
             self.job.update(mlflow_run_id=self.tracker.run_id)

@@ -46,6 +46,8 @@ class Reached(NamedTuple):
     """Processor time of all stages, everything included."""
     wall_s: tuple[float, ...]
     """Wall time of each stage."""
+    steps: tuple[int, ...]
+    """Train steps of each stage."""
 
 
 def spell(root: Path, seed: int, *overrides: str) -> Config:
@@ -57,7 +59,7 @@ def spell(root: Path, seed: int, *overrides: str) -> Config:
 def only_sft(config: Config, num_steps: int) -> Config:
     """The stage sft alone, for so many steps, measured on the same words as the stage grpo."""
     tasksets = config.stage("grpo").buffer.explorer_input.model_dump(include={"eval_tasksets"})
-    changes = {"trainer": {"total_steps": num_steps}, "buffer": {"explorer_input": tasksets}}
+    changes = {"trainer": {"total_steps": num_steps, "stop_when": None}, "buffer": {"explorer_input": tasksets}}
     return Config.model_validate(deep_merge(config.stage("sft").model_dump(exclude_unset=True), changes))
 
 
@@ -74,7 +76,8 @@ def run(what: str, config: Config) -> Reached:
     finally:
         stages.close("FINISHED")
     before, after = _accuracies(stages.results[-1])
-    return Reached(what, config.seed, before, after, time.process_time() - cpu, tuple(walls))
+    steps = tuple(state.step for state in stages.results)
+    return Reached(what, config.seed, before, after, time.process_time() - cpu, tuple(walls), steps)
 
 
 async def _train(config: Config) -> str:
@@ -94,10 +97,11 @@ def _accuracies(state: JobState) -> tuple[float, float]:
 
 def show(title: str, runs: Sequence[Reached]) -> None:
     """Print a table."""
-    table = Table("run", "seed", "before", "after", "gain", "cpu s", "wall s", title=title)
+    table = Table("run", "seed", "before", "after", "gain", "steps", "cpu s", "wall s", title=title)
     for item in runs:
         gain = item.accuracy_after - item.accuracy_before
         numbers = (item.accuracy_before, item.accuracy_after, gain)
+        steps = " + ".join(str(number) for number in item.steps)
         times = (f"{item.cpu_s:.0f}", f"{sum(item.wall_s):.0f}")
-        table.add_row(item.what, str(item.seed), *(f"{number:.3f}" for number in numbers), *times)
+        table.add_row(item.what, str(item.seed), *(f"{number:.3f}" for number in numbers), steps, *times)
     Console(width=110).print(table)
