@@ -130,7 +130,8 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     paths = path if isinstance(path, list) else [path]
     configs = [load_config(each, overrides or ()) for each in paths]
     server.announce()
-    preload("torch", "transformers", "mlflow", "reasoning_gym")
+    if name != "compare":
+        preload("torch", "transformers", "mlflow", "reasoning_gym")
     from importlib import import_module
 
     from flows.output import print_result, quiet

@@ -14,7 +14,11 @@ from trinity_tasks.job import job_url
 
 @flow(name="compare", persist_result=False)
 async def compare(configs: list[Config]) -> dict[str, Any]:
-    """One row per job and stage: step, accuracy before and after, checkpoint, MLflow run. Also a table in the UI."""
+    """One row per job and stage: step, accuracy before and after, checkpoint, MLflow run. Also a table in the UI.
+
+    Args:
+        configs: The jobs; of a job with stages, every stage.
+    """
     jobs = [job for config in configs for job in _stages(config)]
     rows = [row for job in jobs for row in _rows(job)]
     await acreate_table_artifact(key="compare", table=rows, description="Jobs side by side")

@@ -61,10 +61,12 @@ class EmbeddedServer:
         """Wait for the server's address and give it to Prefect, which must not have been imported before."""
         if self._process is None or self._process.stdout is None:
             return
-        port = self._process.stdout.readline().strip()
-        if port:
-            os.environ[API_URL] = f"http://127.0.0.1:{port}/api"
+        said = self._process.stdout.readline().strip()
+        if said.isdigit():
+            os.environ[API_URL] = f"http://127.0.0.1:{said}/api"
             EmbeddedServer.running = True
+        elif said:
+            raise _failure(f"{said}; let PREFECT_HOME name a folder that can be written")
         elif self._process.wait() != 0:
             raise _failure()
 
@@ -91,12 +93,12 @@ class EmbeddedServer:
             process.wait()
 
 
-def _failure() -> Exception:
+def _failure(reason: str | None = None) -> Exception:
     from engines.errors import TrinityFlowsError
 
+    known = f"the end of {LOG_NAME} in PREFECT_HOME (by default ~/.prefect) says why. Run it again"
     return TrinityFlowsError(
-        f"the embedded Prefect server did not start; the end of {LOG_NAME} in PREFECT_HOME (by default ~/.prefect) "
-        f"says why. Run it again, or name a server of yours with {API_URL}"
+        f"the embedded Prefect server did not start: {reason or known}, or name a server of yours with {API_URL}"
     )
 
 
@@ -104,7 +106,10 @@ def _failure() -> Exception:
 
 
 def serve() -> None:
-    """Be the server until standard input ends. Says its port on standard output; nothing if another one is named."""
+    """Be the server until standard input ends.
+
+    Says its port on standard output, or why its folder cannot be used; nothing if another server is named.
+    """
     watch = _Watch()
     threading.Thread(target=watch.end_with_parent, daemon=True).start()
     from prefect.settings import get_current_settings
@@ -112,10 +117,15 @@ def serve() -> None:
     settings = get_current_settings()
     if settings.api.url:
         return
-    settings.home.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.home.mkdir(parents=True, exist_ok=True)
+        log = (settings.home / LOG_NAME).open("a")
+    except OSError as error:
+        print(f"{settings.home}: {error.strerror}", flush=True)
+        return
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    with (settings.home / LOG_NAME).open("a") as log:
+    with log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     import uvicorn

@@ -39,7 +39,7 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
     # Prefect 3.9 on pydantic 2.14 says so at every import; nothing that a user could act on.
     warnings.filterwarnings("ignore", message="The 'alias' attribute with value")
-    # The command says how a run ended, in one line; Prefect would print the traceback of every foreseen error before it.
+    # The command itself says in one line how a run ended; Prefect would print a traceback before it, foreseen or not.
     for runs in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(runs).propagate = False
     for worker in ("EventsWorker", "APILogWorker"):  # warn at the end of a short run of what they are about to send

@@ -15,6 +15,9 @@ async def evaluate(config: Config) -> dict[str, Any]:
     """Measure the last checkpoint of the job; of a config with stages, that of its last stage.
 
     A result belongs to (checkpoint, task set) and is kept with the job: measuring again reads it.
+
+    Args:
+        config: The job, as it was trained.
     """
     job = config.stage(config.stages[-1].stage_name) if config.stages else config
     results = await evaluate_checkpoint(job)

@@ -20,6 +20,9 @@ async def explore(config: Config) -> dict[str, Any] | State[Any]:
     """Sample tasks with the newest published weights and write one shard per step, until trainer.total_steps.
 
     Run it again to go on after the last shard. The last step leaves a marker that no more will come.
+
+    Args:
+        config: The job, as its trainer has it.
     """
     explorer = StandaloneExplorer(config)
     num_steps = 0

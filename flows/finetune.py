@@ -24,6 +24,9 @@ async def finetune(config: Config) -> dict[str, Any] | State[Any]:
     Run it again to resume: finished stages are skipped, the one that was interrupted goes on; if all are finished,
     nothing is trained. Returns the summary: held-out accuracy before and after, the reward curve, sample rollouts, the
     checkpoint's URL.
+
+    Args:
+        config: The job; its stages run in this order.
     """
     started = time.monotonic()
     run = StagedRun(config)

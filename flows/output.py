@@ -28,16 +28,17 @@ def quiet(enabled: bool) -> Iterator[None]:
 def print_job(state: JobState) -> None:
     """The answer of `show`."""
     total = "open end" if state.total_steps is None else str(state.total_steps)
-    console.print(f"[bold]{state.name}[/]  {state.url}")
+    console.print(f"[bold]{state.name}[/]  {state.url}", soft_wrap=True)
     console.print(f"step {state.step} of {total}, {'finished' if state.finished else 'not finished'}")
     console.print(
         f"experiences trained: {state.num_experiences_trained}; steps in the ledger: {state.num_steps_recorded}"
     )
     console.print(f"MLflow run: {state.mlflow_run_id or 'none yet'}; attempts: {state.attempt}")
-    commits = Table("commit", "step", "created", "MB", "checkpoint", box=None)
+    commits = Table("commit", "step", "created", "MB", "in checkpoints/", box=None)
     for commit in state.commits:
         size = f"{commit.num_bytes / 1e6:.2f}"
-        commits.add_row(str(commit.number), str(commit.step), commit.created_at, size, commit.url)
+        folder = commit.url.rpartition("/")[2]  # the whole URL would be cut where the terminal ends
+        commits.add_row(str(commit.number), str(commit.step), commit.created_at, size, folder)
     console.print(commits)
     if state.metrics:
         metrics = Table("last metrics", "value", box=None)

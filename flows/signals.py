@@ -6,6 +6,7 @@ step boundary, commits, and the flow returns Cancelled.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator

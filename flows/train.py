@@ -24,6 +24,10 @@ async def train(config: Config, parent_job_id: str | None = None) -> dict[str, A
 
     Returns the job's state: URL, step, commits, evaluations. A stop request (SIGTERM, Ctrl-C, cancel in the UI) commits
     a checkpoint and ends as Cancelled; an error ends as Failed and commits nothing.
+
+    Args:
+        config: The job.
+        parent_job_id: Job whose MLflow run this one's is shown under; for a stage of `finetune`.
     """
     if already_done(config):
         return describe(job_url(config)).model_dump(mode="json")
@@ -38,7 +42,6 @@ async def train(config: Config, parent_job_id: str | None = None) -> dict[str, A
         await trainer.shutdown()
     state = describe(trainer.job.url)
     if not trainer.complete:
-        return Cancelled(
-            message=f"{config.name}: stopped at step {state.step}, which is committed; run it again to go on"
-        )
+        stopped = f"at step {state.step}, which is committed" if state.step else "before its first step"
+        return Cancelled(message=f"{config.name}: stopped {stopped}; run it again to go on")
     return state.model_dump(mode="json")

@@ -115,4 +115,6 @@ class FakeEngine(TrainEngineWrapper):
 
     def make_sampler(self) -> Any:
         stop: Any = self.tokenizer.eos_token_id
-        return FakeSampler(self._weights.copy(), stop, len(self.tokenizer))
+        sampler = FakeSampler(self._weights.copy(), stop, len(self.tokenizer))
+        sampler.version = self._step
+        return sampler

@@ -8,19 +8,18 @@ from typing import Any
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import apply_override, parse_config
 
+STAGES = "stages=[{stage_name: sft, algorithm: {algorithm_type: sft}, trainer: {total_steps: 2}}, {stage_name: grpo}]"
+"""Override: two stages, of 2 and 6 steps."""
 
-def word_score(task: Any, response: str) -> float:
+
+def score(task: Any, response: str) -> float:
     """A reward that depends on the task and on every letter of the response."""
     return sum(map(ord, task.question + response)) % 97 / 96
 
 
 def fake_config(root: Path | str, *overrides: str) -> Config:
     """6 steps on 2 tasks with 2 samples each, a commit every 2 steps; weights go through storage."""
-    taskset = {
-        "dataset": "spell_backward",
-        "dataset_args": {"min_word_len": 3, "max_word_len": 4},
-        "reward_fn": "tests.fake_job:word_score",
-    }
+    taskset = {"dataset": "chain_sum", "reward_fn": "tests.fake_job:score"}
     raw: dict[str, Any] = {
         "project": "tests",
         "name": "fake",
@@ -36,10 +35,10 @@ def fake_config(root: Path | str, *overrides: str) -> Config:
     return parse_config(raw)
 
 
-def with_evaluation(raw_name: str = "held_out") -> str:
+def with_evaluation(name: str = "held_out") -> str:
     """Override: measure 4 tasks that are never trained on."""
     return (
         "buffer.explorer_input.eval_tasksets="
-        f"[{{name: {raw_name}, split: held_out, num_tasks: 4, repeat_times: 2, dataset: spell_backward, "
-        "dataset_args: {min_word_len: 3, max_word_len: 4}, reward_fn: 'tests.fake_job:word_score'}]"
+        f"[{{name: {name}, split: held_out, num_tasks: 4, repeat_times: 2, "
+        "dataset: chain_sum, reward_fn: 'tests.fake_job:score'}]"
     )

@@ -79,7 +79,7 @@ class FaultyS3:
                     return
                 self._answer(response.status, response.getheaders(), content)
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
+            do_GET = do_PUT = do_POST = do_PATCH = do_HEAD = do_DELETE = _forward
 
             def log_message(self, format: str, *args: object) -> None:
                 return None

@@ -23,10 +23,10 @@ from trinity_tasks.weights import WeightStore
 
 async def _sampling_engine(config: Config, model_dir: Path | None) -> TrainEngineWrapper:
     engine = get_trainer_wrapper(config)
-    if not isinstance(engine, SamplingEngine):
-        raise ConfigError(f"trainer.trainer_type {config.trainer.trainer_type} cannot sample in this process; use hf")
     engine.model_dir = model_dir
     await engine.prepare()
+    if not isinstance(engine, SamplingEngine):  # asks the engine for its tokenizer, which it has from now on
+        raise ConfigError(f"trainer.trainer_type {config.trainer.trainer_type} cannot sample in this process; use hf")
     return engine
 
 

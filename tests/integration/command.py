@@ -10,19 +10,23 @@ import dataclasses
 import json
 import os
 import select
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import uuid
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from trinity_tasks.config import Config
 
 PROGRAM = Path(sys.executable).with_name("trinity-flows")
-LONGEST_S = 100
+LONGEST_S = 200
+LONGEST_FAREWELL_S = 30
+MARKER = "TRINITY_FLOWS_TEST"
+"""Environment variable by which the processes of one command are found."""
 
 REWARDS = '''
 def lenient(task, response):
@@ -73,12 +77,16 @@ TRAPS = ("json.py", "random.py", "secrets.py", "flows.py", "engines.py", "trinit
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A command that has ended, and so has its server."""
+    """A command that has ended."""
 
     code: int
     """Exit code; -N if signal N ended it."""
     out: str
     err: str
+    left_behind: tuple[int, ...]
+    """Processes of its making that were there when it had ended."""
+    immortal: tuple[int, ...]
+    """Those of them that did not end soon after."""
 
     @property
     def json(self) -> Any:
@@ -101,15 +109,21 @@ class Workplace:
     home: Path
 
     @classmethod
-    def make(cls, folder: Path) -> Workplace:
-        """A folder with everything a user may have there, and a home that does not exist yet."""
-        work = folder / "work"
-        work.mkdir(parents=True)
-        (work / "my_rewards.py").write_text(REWARDS)
-        (work / "my_engine.py").write_text(ENGINE)
+    def make(cls, root: Path, mlflow_database: Path | None = None) -> Workplace:
+        """A folder with everything that a user may have there, and a home that does not exist yet.
+
+        mlflow_database: MLflow's tables, for the jobs in runs/; making them takes seconds.
+        """
+        folder = root / "work"
+        folder.mkdir()
+        if mlflow_database is not None:
+            (folder / "runs").mkdir()
+            shutil.copy(mlflow_database, folder / "runs" / "mlflow.db")
+        (folder / "my_rewards.py").write_text(REWARDS)
+        (folder / "my_engine.py").write_text(ENGINE)
         for name in TRAPS:
-            (work / name).write_text(TRAP)
-        return cls(work, folder / "prefect")
+            (folder / name).write_text(TRAP)
+        return cls(folder, root / "prefect")
 
     def write(self, name: str, config: Config) -> None:
         """A config as a file to give to -c."""
@@ -117,19 +131,11 @@ class Workplace:
 
     def run(self, *arguments: str, program: str | Path = PROGRAM, **environment: str) -> Ended:
         """Run the command to its end, in a process group of its own."""
-        with self.start(*arguments, program=program, **environment) as process:
-            out, err = process.communicate(timeout=LONGEST_S)
-        return Ended(process.returncode, out, err)
-
-    @contextmanager
-    def start(
-        self, *arguments: str, program: str | Path = PROGRAM, **environment: str
-    ) -> Iterator[subprocess.Popen[str]]:
-        """The command while it runs; it is killed if the block ends before it."""
+        marker = uuid.uuid4().hex
         process = subprocess.Popen(
             [str(program), *arguments],
             cwd=self.folder,
-            env=self.environment(environment),
+            env=self._environment() | {MARKER: marker} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -138,45 +144,61 @@ class Workplace:
         )
         with process:
             try:
-                yield process
+                out, err = process.communicate(timeout=LONGEST_S)
             finally:
                 process.kill()
+        left_behind = _marked(marker)
+        immortal = tuple(pid for pid in left_behind if not _ends(pid))
+        return Ended(process.returncode, out, err, left_behind, immortal)
 
-    def environment(self, changes: Mapping[str, str]) -> dict[str, str]:
-        """Nothing that whoever runs the tests has set for Prefect, MLflow or Python."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW", "PYTHON"))}
-        cache = str(self.folder.parent / "cache")
-        return kept | {"PREFECT_HOME": str(self.home), "XDG_CACHE_HOME": cache, "COLUMNS": "200"} | dict(changes)
+    def _environment(self) -> dict[str, str]:
+        """Without what whoever runs the tests has set for Prefect, MLflow or Python."""
+        ours = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "MLFLOW", "PYTHON"))
+        }
+        return ours | {"PREFECT_HOME": str(self.home), "XDG_CACHE_HOME": str(self.folder.parent / "cache")}
 
-    def query(self, sql: str) -> list[tuple[Any, ...]]:
-        """Rows of the database of the embedded Prefect server."""
-        with sqlite3.connect(self.home / "prefect.db") as database:
-            return database.execute(sql).fetchall()
+    def prefect(self, query: str) -> list[tuple[Any, ...]]:
+        """Rows from the database of the embedded Prefect server."""
+        return _rows(self.home / "prefect.db", query)
 
-    def servers(self) -> list[int]:
-        """Processes that work in this Prefect home and are not the command itself."""
-        return [pid for pid in _processes() if _environ(pid).get("PREFECT_HOME") == str(self.home)]
+    def mlflow(self, query: str) -> list[tuple[Any, ...]]:
+        """Rows from MLflow's database."""
+        return _rows(self.folder / "runs" / "mlflow.db", query)
 
-
-def _processes() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _environ(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return {}
-    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+    def commits(self, job: str) -> list[int]:
+        """The step of each checkpoint of a job, in order of the commits."""
+        files = sorted((self.folder / "runs" / job / "commits").glob("0*.json"))
+        commits = [json.loads(file.read_text()) for file in files]
+        return [commit["step"] for commit in commits if commit["kind"] == "checkpoint"]
 
 
-def wait_for_end(pid: int, timeout_s: float = 30) -> bool:
-    """Whether the process, which need not be a child, ends in time."""
+def _rows(database: Path, query: str) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(database)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def _marked(marker: str) -> tuple[int, ...]:
+    """Processes that inherited the marker."""
+    wanted = f"{MARKER}={marker}".encode()
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return tuple(found)
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process that is no child of this one ends in time; if not, it is killed."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([handle], [], [], timeout_s)[0])
+        if select.select([handle], [], [], LONGEST_FAREWELL_S)[0]:
+            return True
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return False
     finally:
         os.close(handle)

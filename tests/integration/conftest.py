@@ -1,9 +1,12 @@
 """Fixtures of the integration tests: folders in which whole jobs run in a second."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.prefect_server import prefect_server
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,10 @@ def job_root(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPat
     root.mkdir()
     shutil.copy(empty_database, root / "mlflow.db")
     return root
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a Prefect server, which takes a quarter of a minute to start on a fresh database."""
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
+        yield url

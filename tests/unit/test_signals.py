@@ -21,21 +21,18 @@ def test_the_first_signal_is_a_request_and_interrupts_nothing(number: signal.Sig
     assert asked == ["stop", "goes on"]
 
 
-def test_the_second_ctrl_c_interrupts_at_once() -> None:
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+def test_after_the_first_ctrl_c_interrupts_at_once(first: signal.Signals) -> None:
     asked: list[str] = []
-    with pytest.raises(KeyboardInterrupt), stop_on_signals(lambda: asked.append("stop")):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        asked.append("never reached")
-    assert asked == ["stop"]
 
+    def signalled_twice() -> None:
+        with stop_on_signals(lambda: asked.append("stop")):
+            signal.raise_signal(first)
+            signal.raise_signal(signal.SIGINT)
+            asked.append("never reached")
 
-def test_after_a_terminate_ctrl_c_interrupts_too() -> None:
-    asked: list[str] = []
-    with pytest.raises(KeyboardInterrupt), stop_on_signals(lambda: asked.append("stop")):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
-        asked.append("never reached")
+    with pytest.raises(KeyboardInterrupt):
+        signalled_twice()
     assert asked == ["stop"]
 
 
