@@ -8,6 +8,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --constraint infra/constraints.tx
 CONFIG ?= infra/configs/spell.yaml
 # Passed on to pytest: make test ARGS="tests/unit -k ledger"
 ARGS ?=
+# Processes of the tests: most of them wait for a server or another process much of the time.
+WORKERS ?= 2
 # One benchmark by name: make bench ONLY=sampler. Empty: all.
 ONLY ?=
 
@@ -38,7 +40,7 @@ train: $(STAMP) ## a small model learns to spell backwards: SFT, then GRPO, abou
 	@$(BIN)/trinity-flows finetune -c $(CONFIG)
 
 test: lint types contracts ## everything that a change must pass
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## style, format and spelling
 	@$(BIN)/ruff check

@@ -7,6 +7,7 @@ the commands that need them, so that --help answers at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -140,7 +141,7 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     argument = configs if isinstance(path, list) else configs[0]
     server.wait_until_ready()
     with quiet(as_json):
-        state = asyncio.run(flow(argument, return_state=True))
+        state = asyncio.run(_flow_state(flow(argument, return_state=True)))
         if state.is_cancelled():
             typer.echo(state.message, err=True)
             raise typer.Exit(CANCELLED)
@@ -151,6 +152,20 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
         _print_json(result)
     else:
         print_result(name, result, time.monotonic() - STARTED)
+
+
+async def _flow_state(call: Coroutine[Any, Any, Any]) -> Any:
+    """What the flow ended as. Raises TrinityFlowsError if the Prefect server cannot be told."""
+    from httpx import HTTPError
+    from prefect.settings import get_current_settings
+
+    try:
+        return await call
+    except HTTPError as error:
+        raise TrinityFlowsError(
+            f"the Prefect server {get_current_settings().api.url} does not answer ({type(error).__name__}: {error}); "
+            "what is committed stays: see to the server and run the command again"
+        ) from error
 
 
 def _print_json(value: Any) -> None:
@@ -176,3 +191,5 @@ def main() -> None:
         sys.exit(CANCELLED)
     except Exception as error:  # the top of the command line: every error becomes a message and an exit code
         _fail(error)
+    finally:
+        gc.freeze()  # else the interpreter visits all of torch and Prefect once more before it ends: seconds

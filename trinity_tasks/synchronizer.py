@@ -12,6 +12,9 @@ from pathlib import Path
 from engines.base import Sampler, Weights
 from trinity_tasks.weights import WeightStore
 
+KEPT_VERSIONS = 3
+"""Published versions that stay: a sampler elsewhere may still be fetching the last but one."""
+
 
 class RunningStatus(StrEnum):
     """What a side of the exchange is doing."""
@@ -59,6 +62,7 @@ class Synchronizer:
         if self._store is None:
             raise ValueError("this synchronizer was made without a weight store")
         self._store.publish(staged, version)
+        self._store.collect(KEPT_VERSIONS)
         self._published(version)
 
     def _published(self, version: int) -> None:

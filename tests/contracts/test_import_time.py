@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-TRIES = 5
+TRIES = 10
 
 TIME_IMPORT = """
 import time

@@ -182,7 +182,7 @@ def test_training_outlives_the_prefect_server(
             return await train_step(self, *args)
 
         monkeypatch.setattr(FakeEngine, "train_step", step)
-        with temporary_settings({PREFECT_API_URL: f"{proxy.url}/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with temporary_settings({PREFECT_API_URL: f"{proxy.url}/api", PREFECT_CLIENT_MAX_RETRIES: 1}):
             if comes_back:
                 assert run(train, config).is_completed()
             else:
