@@ -55,9 +55,9 @@ def test_the_first_step_that_reaches_the_target_is_the_last(side: str, tmp_path:
 
 
 def test_a_metric_that_is_not_measured_is_named_at_the_first_step(tmp_path: Path) -> None:
-    job = config(tmp_path, 'trainer.stop_when={"metric": "loss/polcy", "below": 1}')
+    job = config(tmp_path, 'trainer.stop_when={"metric": "loss/policyy", "below": 1}')
     with pytest.raises(
-        ConfigError, match=r"stop_when\.metric = 'loss/polcy' is not measured.* did you mean loss/policy"
+        ConfigError, match=r"stop_when\.metric = 'loss/policyy' is not measured.* did you mean loss/policy"
     ):
         train(job)
     assert describe(job_url(job)).commits == ()
