@@ -13,6 +13,7 @@ from rich.table import Table
 from trinity_tasks.inspection import JobState
 
 console = Console(highlight=False)
+ALREADY_FINISHED = "already finished: nothing was trained; this is what it reached"
 
 
 @contextlib.contextmanager
@@ -73,12 +74,15 @@ def print_result(flow: str, result: Mapping[str, Any], duration_s: float) -> Non
 
         summary = dict(result)
         if summary.pop("already_finished"):
-            console.print("already finished: nothing was trained; this is what it reached")
+            console.print(ALREADY_FINISHED)
             print_summary(summary)
         else:
             print_summary({**summary, "duration_s": duration_s})
     elif flow == "train":
-        print_job(JobState.model_validate(result))
+        state = dict(result)
+        if state.pop("already_finished"):
+            console.print(ALREADY_FINISHED)
+        print_job(JobState.model_validate(state))
     elif flow == "compare":
         table = Table(*result["jobs"][0], box=None)
         for row in result["jobs"]:

@@ -30,7 +30,7 @@ async def train(config: Config, parent_job_id: str | None = None) -> dict[str, A
         parent_job_id: Job whose MLflow run this one's is shown under; for a stage of `finetune`.
     """
     if already_done(config):
-        return describe(job_url(config)).model_dump(mode="json")
+        return {**describe(job_url(config)).model_dump(mode="json"), "already_finished": True}
     trainer = Trainer(config)
     trainer.parent_job_id = parent_job_id
     try:
@@ -44,4 +44,4 @@ async def train(config: Config, parent_job_id: str | None = None) -> dict[str, A
     if not trainer.complete:
         stopped = f"at step {state.step}, which is committed" if state.step else "before its first step"
         return Cancelled(message=f"{config.name}: stopped {stopped}; run it again to go on")
-    return state.model_dump(mode="json")
+    return {**state.model_dump(mode="json"), "already_finished": False}

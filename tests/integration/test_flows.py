@@ -59,7 +59,7 @@ def test_a_run_returns_the_jobs_state_and_leaves_it_in_prefect_and_mlflow(job_ro
     state = run(train, config)
     assert state.is_completed()
     told = result(state)
-    assert told == describe(job_url(config)).model_dump(mode="json")
+    assert told == {**describe(job_url(config)).model_dump(mode="json"), "already_finished": False}
     assert (told["step"], told["finished"], told["num_experiences_trained"]) == (6, True, 24)
     assert [(item["step"], item["num_samples"]) for item in told["evaluations"]] == [(0, 8), (6, 8)]
     assert artifacts(state, "progress") == [100.0]
@@ -96,7 +96,7 @@ def test_a_finished_job_is_told_and_not_run(job_root: Path, monkeypatch: pytest.
     first = result(run(train, config))
     prepared = fails(monkeypatch, FakeEngine, "prepare", [])
     state = run(train, config)
-    assert result(state) == first
+    assert result(state) == {**first, "already_finished": True}
     assert prepared == []
     assert first["attempt"] == 1
 
