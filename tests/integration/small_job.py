@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import apply_override, parse_config
-from trinity_tasks.trainer import Trainer
+from trinity_tasks.trainer import Observer, Trainer
 
 
 def small_config(root: Path | str, *overrides: str) -> Config:
@@ -48,15 +48,17 @@ def small_config(root: Path | str, *overrides: str) -> Config:
     return parse_config(raw)
 
 
-def train(config: Config) -> None:
-    """Run the job in this process, without Prefect."""
+def train(config: Config, *observers: Observer) -> str:
+    """Run the job in this process, without Prefect. Returns its URL."""
 
-    async def session() -> None:
+    async def session() -> str:
         trainer = Trainer(config)
+        trainer.observers.extend(observers)
         try:
             await trainer.prepare()
             await trainer.train()
         finally:
             await trainer.shutdown()
+        return trainer.job.url
 
-    asyncio.run(session())
+    return asyncio.run(session())

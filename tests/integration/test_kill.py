@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from tests.integration.job_digest import final_state, ledger, metrics
 from tests.integration.kill_target import start
@@ -25,33 +24,25 @@ def job_of(root: Path) -> Path:
     return root / "tests" / "small"
 
 
-@pytest.fixture(scope="module")
-def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's schema, which takes seconds to make."""
-    file = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
-    return file
-
-
 @pytest.fixture
-def new_root(tmp_path: Path, empty_mlflow: Path) -> Callable[[], Path]:
+def new_root(tmp_path: Path, empty_database: Path) -> Callable[[], Path]:
     """Makes an empty folder for jobs."""
     numbers = itertools.count()
 
     def make() -> Path:
         root = tmp_path / str(next(numbers))
         root.mkdir()
-        shutil.copy(empty_mlflow, root)
+        shutil.copy(empty_database, root)
         return root
 
     return make
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, empty_mlflow: Path) -> tuple[Path, int]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> tuple[Path, int]:
     """(root, number of durable actions) of a run that nobody killed."""
     root = tmp_path_factory.mktemp("undisturbed")
-    shutil.copy(empty_mlflow, root)
+    shutil.copy(empty_database, root)
     assert start(root, 0, root / "count") == 0
     return root, int((root / "count").read_text())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,11 @@ from rich.table import Table
 
 from engines.experience import Experience
 from engines.hf.engine import HfEngine
+from tests.integration.small_job import train
 from trinity_tasks.config import Config, deep_merge
 from trinity_tasks.config_source import load_config
 from trinity_tasks.inspection import JobState
 from trinity_tasks.stages import StagedRun
-from trinity_tasks.trainer import Trainer
 
 CONFIG = Path(__file__).parents[2] / "infra" / "configs" / "spell.yaml"
 
@@ -71,23 +70,13 @@ def run(what: str, config: Config) -> Reached:
     try:
         for stage in stages.remaining():
             started = time.monotonic()
-            stages.finished(asyncio.run(_train(stage)))
+            stages.finished(train(stage))
             walls.append(time.monotonic() - started)
     finally:
         stages.close("FINISHED")
     before, after = _accuracies(stages.results[-1])
     steps = tuple(state.step for state in stages.results)
     return Reached(what, config.seed, before, after, time.process_time() - cpu, tuple(walls), steps)
-
-
-async def _train(config: Config) -> str:
-    trainer = Trainer(config)
-    try:
-        await trainer.prepare()
-        await trainer.train()
-    finally:
-        await trainer.shutdown()
-    return trainer.job.url
 
 
 def _accuracies(state: JobState) -> tuple[float, float]:
