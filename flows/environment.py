@@ -44,6 +44,8 @@ def set_defaults() -> None:
         logging.getLogger(runs).propagate = False
     for worker in ("EventsWorker", "APILogWorker"):  # warn at the end of a short run of what they are about to send
         logging.getLogger(worker).setLevel(logging.ERROR)
+    # A heartbeat that comes while the command ends finds Prefect's sender stopped; it says so with a traceback.
+    logging.getLogger("prefect.events.utilities").addFilter(lambda record: "heartbeat" not in record.getMessage())
 
 
 def preload(*modules: str) -> None:
