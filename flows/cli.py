@@ -131,8 +131,8 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     paths = path if isinstance(path, list) else [path]
     configs = [load_config(each, overrides or ()) for each in paths]
     server.announce()
-    if name != "compare":
-        preload("torch", "transformers", "mlflow", "reasoning_gym")
+    modules = () if name == "compare" else ("torch", "transformers", "mlflow", "reasoning_gym")
+    loading = preload(*modules)
     from importlib import import_module
 
     from flows.output import print_result, quiet
@@ -140,6 +140,7 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     flow: Callable[..., Coroutine[Any, Any, Any]] = getattr(import_module(f"flows.{name}"), name)
     argument = configs if isinstance(path, list) else configs[0]
     server.wait_until_ready()
+    loading.join()
     with quiet(as_json):
         state = asyncio.run(_flow_state(flow(argument, return_state=True)))
         if state.is_cancelled():

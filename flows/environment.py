@@ -48,11 +48,16 @@ def set_defaults() -> None:
     logging.getLogger("prefect.events.utilities").addFilter(lambda record: "heartbeat" not in record.getMessage())
 
 
-def preload(*modules: str) -> None:
-    """Import slow modules in the background, while the embedded server starts."""
+def preload(*modules: str) -> threading.Thread:
+    """Import slow modules in the background, while the embedded server starts.
+
+    Join it before anything uses them: transformers fills itself lazily, and a second thread may find it half filled.
+    """
 
     def load() -> None:
         for module in modules:
             import_module(module)
 
-    threading.Thread(target=load, name="preload", daemon=True).start()
+    thread = threading.Thread(target=load, name="preload", daemon=True)
+    thread.start()
+    return thread
