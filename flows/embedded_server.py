@@ -27,6 +27,8 @@ API_URL = "PREFECT_API_URL"
 LONGEST_START_S = 180
 """A fresh database needs a quarter of a minute, on a busy machine several times that."""
 LONGEST_DRAIN_S = 60
+COMMAND = (sys.executable, "-P", "-W", "ignore", __file__)
+"""Runs this file. -P: modules in its folder have names of the standard library's kind."""
 LOG_NAME = "embedded-server.log"
 LOCK_NAME = "embedded-server.lock"
 
@@ -46,8 +48,7 @@ class EmbeddedServer:
         server = cls()
         if not os.environ.get(API_URL):
             server._process = subprocess.Popen(
-                # Not on the path: the folder of this file, whose modules have names of the standard library's kind.
-                [sys.executable, "-P", "-W", "ignore", __file__],
+                COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -1,7 +1,7 @@
 """Defaults of the embedded servers, set before Prefect or MLflow is imported. What the user has set wins.
 
 The values are those that cost least by measurement: the embedded Prefect server writes task runs in batches (a fifth of
-the processor time), and has a minute to start on a slow machine. Nothing phones home.
+the processor time). Nothing phones home.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ DEFAULTS = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",

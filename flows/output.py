@@ -13,7 +13,6 @@ from rich.table import Table
 from trinity_tasks.inspection import JobState
 
 console = Console(highlight=False)
-ALREADY_FINISHED = "already finished: nothing was trained; this is what it reached"
 
 
 @contextlib.contextmanager
@@ -69,20 +68,16 @@ def print_ledger(entry: Mapping[str, Any]) -> None:
 
 def print_result(flow: str, result: Mapping[str, Any], duration_s: float) -> None:
     """What a flow returned. duration_s: of the whole command."""
+    content = dict(result)
+    already_finished = content.pop("already_finished", False)
+    if already_finished:
+        console.print("already finished: nothing was trained; this is what it reached")
     if flow == "finetune":
         from flows.summary import print_summary
 
-        summary = dict(result)
-        if summary.pop("already_finished"):
-            console.print(ALREADY_FINISHED)
-            print_summary(summary)
-        else:
-            print_summary({**summary, "duration_s": duration_s})
+        print_summary(content if already_finished else {**content, "duration_s": duration_s})
     elif flow == "train":
-        state = dict(result)
-        if state.pop("already_finished"):
-            console.print(ALREADY_FINISHED)
-        print_job(JobState.model_validate(state))
+        print_job(JobState.model_validate(content))
     elif flow == "compare":
         table = Table(*result["jobs"][0], box=None)
         for row in result["jobs"]:

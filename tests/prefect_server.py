@@ -7,13 +7,12 @@ import gc
 import inspect
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
-from flows import embedded_server
+from flows.embedded_server import COMMAND
 from flows.environment import DEFAULTS
 
 
@@ -21,9 +20,8 @@ from flows.environment import DEFAULTS
 def prefect_server(home: Path) -> Iterator[str]:
     """A server; yields the URL of its API."""
     environment = {**os.environ, **DEFAULTS, "PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
-    command = [sys.executable, "-P", "-W", "ignore", embedded_server.__file__]
     with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        COMMAND, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

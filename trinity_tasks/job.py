@@ -158,7 +158,10 @@ def already_done(config: Config) -> bool:
     total, target = config.trainer.total_steps, config.trainer.stop_when
     if total is None or record.closed_at_step >= total:
         return True
-    return target is not None and target.reached(CheckpointStore(store).commits()[-1].metrics)
+    if target is None:
+        return False
+    last = CheckpointStore(store).latest(verify=False)
+    return last is not None and target.reached(last.metrics)
 
 
 def job_store(config: Config) -> Storage:

@@ -86,7 +86,7 @@ class Spool:
     """First in, first out. `append` never waits for a disk; the rest belongs to the thread that sends.
 
     Example:
-        >>> spool = Spool(Path("/tmp/doc-spool"))
+        >>> spool = Spool(Path("spool"))
         >>> spool.append(Point("train", 1, 0, {"loss": 0.5}))
         >>> spool.balance(); spool.acknowledge(len(spool.head(1000))); spool.num_metrics
         0

@@ -83,7 +83,6 @@ class Trainer:
         self._metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
         self._data_ended = False
-        self._target_reached = False
         self._sync_due = False
         self._last_sync_step = 0
         self._last_sync_time: float | None = None
@@ -137,7 +136,6 @@ class Trainer:
         self._cursor = manifest.cursor
         self._last_metrics = dict(manifest.metrics)
         self._saved = (manifest.step, manifest.finished)
-        self._target_reached = self._reaches_target(manifest.metrics)
         self.resumed_from = manifest.step
 
     def _build_samplers(self) -> None:
@@ -211,9 +209,14 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """After at least one step: total_steps are done, the data has ended (if there is no total), or stop_when."""
-        total = self.config.trainer.total_steps
+        total, target = self.config.trainer.total_steps, self.config.trainer.stop_when
         at_end = self._data_ended if total is None else self.train_step_num >= total
-        return self.train_step_num > 0 and (at_end or self._target_reached)
+        return self.train_step_num > 0 and (at_end or (target is not None and target.reached(self._measured)))
+
+    @property
+    def _measured(self) -> dict[str, float]:
+        """What the last step measured, under what is known of the one that runs."""
+        return self._last_metrics | self._metrics
 
     @property
     def complete(self) -> bool:
@@ -310,17 +313,13 @@ class Trainer:
         metrics = await self.engine.train_step(exps)
         self._metrics |= metrics
         self._metrics["time/train_step_s"] = time.perf_counter() - started
-        self._target_reached = self._reaches_target(self._metrics, must_exist=True)
-        return metrics
-
-    def _reaches_target(self, metrics: Mapping[str, float], must_exist: bool = False) -> bool:
         target = self.config.trainer.stop_when
-        if target is not None and must_exist and target.metric not in metrics:
+        if target is not None and target.metric not in self._metrics:
             raise ConfigError(
                 f"trainer.stop_when.metric = {target.metric!r} is not measured in a train step; "
-                f"{hint(target.metric, metrics, 'measured')}"
+                f"{hint(target.metric, self._metrics, 'measured')}"
             )
-        return target is not None and target.reached(metrics)
+        return metrics
 
     def log_step(self) -> None:
         """Hand the step's metrics to MLflow and to the observers."""
@@ -408,7 +407,6 @@ class Trainer:
             self._last_sync_step, self._last_sync_time, self._sync_due = step, time.monotonic(), False
         if self.tracker.run_id is not None:
             self.job.update(mlflow_run_id=self.tracker.run_id)
-        measured = self._last_metrics | self._metrics
         commit = self.job.checkpoints.commit if block_until_saved else self.job.checkpoints.commit_in_background
         commit(
             staged,
@@ -420,7 +418,7 @@ class Trainer:
             attempt=self.job.record.attempt,
             tracker_run_id=self.job.record.mlflow_run_id,
             tracker_high_water=self.tracker.high_water,
-            metrics={name: value for name, value in measured.items() if math.isfinite(value)},
+            metrics={name: value for name, value in self._measured.items() if math.isfinite(value)},
         )
         self._saved = (step, self.finished)
         metrics = {"time/save_checkpoint_s": time.perf_counter() - started}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prefect_server import prefect_server
+from tests.prefect_server import prefect_server, using_prefect
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +34,10 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a Prefect server, which takes a quarter of a minute to start on a fresh database."""
     with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def api(prefect_api: str) -> Iterator[str]:
+    """The same, while flows of the module use it."""
+    with using_prefect(prefect_api):
+        yield prefect_api

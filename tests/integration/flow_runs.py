@@ -19,10 +19,19 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.flows import Flow
 
+from engines.experience import Experience
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import describe
 from trinity_tasks.job import job_url
 from trinity_tasks.shards import decode
+
+FLOW_MARKS = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("api"),
+    pytest.mark.timeout(300),  # of the first test: a fresh Prefect server takes a minute on a busy machine
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # prefect 3.9 leaves sockets open
+]
+"""Of a module whose tests run flows."""
 
 
 def run(flow: Flow[..., Any], *args: Any) -> State[Any]:
@@ -58,14 +67,16 @@ def committed(config: Config) -> list[int]:
     return [commit.step for commit in describe(job_url(config)).commits]
 
 
+def shards(config: Config, writer: str) -> list[list[Experience]]:
+    """Rows of each shard that the writer has written, in order."""
+    files = sorted((folder(config) / "experiences" / "main").glob(f"{writer}-*.parquet"))
+    found = [decode(file.read_bytes(), file.name) for file in files]
+    return [shard.rows(0, shard.num_rows) for shard in found]
+
+
 def written(config: Config, writer: str = "explorer") -> list[str]:
     """Identities of all rows that the writer has written, in order."""
-    shards = sorted((folder(config) / "experiences" / "main").glob(f"{writer}-*.parquet"))
-    found: list[str] = []
-    for file in shards:
-        shard = decode(file.read_bytes(), file.name)
-        found += [row.eid.uid for row in shard.rows(0, shard.num_rows)]
-    return found
+    return [row.eid.uid for rows in shards(config, writer) for row in rows]
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,26 @@ from flows.train import train
 from tests.fake_engine import FakeEngine, FakeSampler
 from tests.fake_job import STAGES, fake_config
 from tests.faulty_s3 import FaultyS3
-from tests.integration.flow_runs import artifacts, committed, fails, folder, result, run, signals_at, tracked, written
+from tests.integration.flow_runs import (
+    FLOW_MARKS,
+    artifacts,
+    committed,
+    fails,
+    folder,
+    result,
+    run,
+    signals_at,
+    tracked,
+    written,
+)
 from tests.integration.job_digest import final_state, ledger, metrics
-from tests.prefect_server import using_prefect
 from trinity_tasks import tasks
 from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import describe
 from trinity_tasks.job import job_url
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(300),  # of the first test: a fresh Prefect server takes a minute on a busy machine
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # prefect 3.9 leaves sockets open
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def api(prefect_api: str) -> Iterator[str]:
-    """The Prefect server that flows of this module use."""
-    with using_prefect(prefect_api):
-        yield prefect_api
+pytestmark = FLOW_MARKS
 
 
 @pytest.fixture(autouse=True)
@@ -127,11 +125,8 @@ def test_an_error_that_stays_fails_the_run_and_nothing_is_committed_after_it(
     """Failed in Prefect, with that error; FAILED in MLflow. Once the cause is gone, it ends in the same bits."""
     config = fake_config(job_root)
     with monkeypatch.context() as patched:
-        original = getattr(owner, method)
-        calls = fails(monkeypatch, owner, method, plan)
+        calls = fails(patched, owner, method, plan)
         state = run(train, config)
-        patched.undo()
-    monkeypatch.setattr(owner, method, original)
     assert state.is_failed()
     error = result(state)
     assert isinstance(error, TrinityFlowsError)

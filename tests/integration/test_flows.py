@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +24,26 @@ from flows.train import train
 from tests.fake_engine import FakeEngine, FakeSampler
 from tests.fake_job import STAGES, fake_config, with_evaluation
 from tests.integration.flow_process import start_flow
-from tests.integration.flow_runs import artifacts, committed, fails, folder, result, run, signals_at, tracked, written
-from tests.prefect_server import using_prefect
+from tests.integration.flow_runs import (
+    FLOW_MARKS,
+    artifacts,
+    committed,
+    fails,
+    folder,
+    result,
+    run,
+    shards,
+    signals_at,
+    tracked,
+    written,
+)
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import describe, trace_step, verify
 from trinity_tasks.job import job_url
-from trinity_tasks.shards import decode
 from trinity_tasks.standalone import StandaloneExplorer
 from trinity_tasks.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(300),  # of the first test: a fresh Prefect server takes a minute on a busy machine
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # prefect 3.9 leaves sockets open
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def api(prefect_api: str) -> Iterator[str]:
-    """The Prefect server that flows of this module use."""
-    with using_prefect(prefect_api):
-        yield prefect_api
-
+pytestmark = FLOW_MARKS
 
 ELSEWHERE = "mode=train"
 """Override: experiences come from another process."""
@@ -159,9 +156,7 @@ def test_the_explorer_samples_the_newest_published_weights(job_root: Path) -> No
     assert run(explore, fake_config(job_root, half, "explorer.name=two")).is_completed()
     versions = {}
     for writer in ("one", "two"):
-        files = sorted((folder(training) / "experiences" / "main").glob(f"{writer}-*.parquet"))
-        shards = [decode(file.read_bytes(), file.name) for file in files]
-        versions[writer] = [{row.model_version for row in shard.rows(0, shard.num_rows)} for shard in shards]
+        versions[writer] = [{row.model_version for row in rows} for rows in shards(training, writer)]
     assert versions == {"one": [{0}] * 3, "two": [{3}] * 3}
 
 
@@ -268,7 +263,7 @@ def test_the_form_explains_every_field_and_has_the_configs_defaults(flow: Flow[.
         for name, field in definition["properties"].items():
             assert field["description"], f"{section}.{name}"
     defaults = {name: field.get("default") for name, field in schema["definitions"]["Config"]["properties"].items()}
-    ours = Config.model_validate({"model": {"model_path": "m"}, ELSEWHERE[:4]: "train"}).model_dump(mode="json")
+    ours = Config.model_validate({"model": {"model_path": "m"}, "mode": "train"}).model_dump(mode="json")
     assert defaults == {**ours, "mode": "both", "model": None}
     assert schema["definitions"]["Config"]["required"] == ["model"]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engines.errors import ConfigError
-from tests.integration.small_job import small_config, train
+from tests.fake_job import fake_config
+from tests.integration.small_job import train
 from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.config import Config, StopWhen
 from trinity_tasks.inspection import JobState, describe
@@ -17,8 +18,7 @@ STEPS = 6
 
 
 def config(root: Path, *overrides: str) -> Config:
-    fake = ("trainer.trainer_type=tests.fake_engine:FakeEngine", f"trainer.total_steps={STEPS}")
-    return small_config(root, *fake, "trainer.save_interval=1", "buffer.explorer_input.eval_tasksets=[]", *overrides)
+    return fake_config(root, f"trainer.total_steps={STEPS}", "trainer.save_interval=1", *overrides)
 
 
 def trained(job: Config) -> JobState:
@@ -32,7 +32,7 @@ def losses(job: Config) -> list[float]:
 
 @pytest.mark.parametrize("side", ["below", "above"])
 def test_the_first_step_that_reaches_the_target_is_the_last(side: str, tmp_path: Path) -> None:
-    whole = config(tmp_path / "whole")
+    whole = config(tmp_path, "name=whole")
     full = trained(whole)
     values = losses(whole)
     assert (full.step, len(set(values))) == (STEPS, STEPS)
@@ -41,15 +41,15 @@ def test_the_first_step_that_reaches_the_target_is_the_last(side: str, tmp_path:
     assert first < STEPS
 
     setting = f'trainer.stop_when={{"metric": "loss/policy", "{side}": {bound!r}}}'
-    early = config(tmp_path / "early", setting)
-    assert not already_done(config(tmp_path / "early"))
+    early = config(tmp_path, "name=early", setting)
+    assert not already_done(config(tmp_path, "name=early"))
     state = trained(early)
     assert (state.step, state.finished) == (first, True)
     assert already_done(early)
     again = trained(early)
     assert [commit.number for commit in again.commits] == [commit.number for commit in state.commits]
 
-    without = config(tmp_path / "early")  # the same job: what it stopped at is no part of the experiment
+    without = config(tmp_path, "name=early")  # the same job: what it stopped at is no part of the experiment
     assert not already_done(without)
     assert (trained(without).step, losses(without)) == (STEPS, values)
 
