@@ -135,7 +135,7 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     loading = preload(*modules)
     from importlib import import_module
 
-    from flows.output import print_result, quiet
+    from flows.output import json_result, print_result, quiet
 
     flow: Callable[..., Coroutine[Any, Any, Any]] = getattr(import_module(f"flows.{name}"), name)
     argument = configs if isinstance(path, list) else configs[0]
@@ -143,14 +143,13 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     loading.join()
     with quiet(as_json):
         state = asyncio.run(_flow_state(flow(argument, return_state=True)))
-        if state.is_cancelled():
-            typer.echo(state.message, err=True)
-            raise typer.Exit(CANCELLED)
-        result = asyncio.run(state.aresult(raise_on_failure=False))
+        result: Any = None if state.is_cancelled() else asyncio.run(state.aresult(raise_on_failure=False))
+    if state.is_cancelled():
+        _end("Cancelled", state.message, CANCELLED)
     if isinstance(result, BaseException) or not state.is_completed():
         _fail(result if isinstance(result, BaseException) else TrinityFlowsError(state.message or state.name))
     if as_json:
-        _print_json(result)
+        _print_json(json_result(name, result))
     else:
         print_result(name, result, time.monotonic() - STARTED)
 
@@ -162,7 +161,9 @@ async def _flow_state(call: Coroutine[Any, Any, Any]) -> Any:
 
     try:
         return await call
-    except HTTPError as error:
+    except (HTTPError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("Failed to reach API"):
+            raise
         raise TrinityFlowsError(
             f"the Prefect server {get_current_settings().api.url} does not answer ({type(error).__name__}: {error}); "
             "what is committed stays: see to the server and run the command again"
@@ -177,8 +178,15 @@ def _fail(error: BaseException) -> NoReturn:
     """Print what went wrong and exit with the code for it; a traceback only for what nobody foresaw."""
     if not isinstance(error, TrinityFlowsError):
         traceback.print_exception(error)
-    typer.echo(f"{type(error).__name__}: {error}", err=True)
     code = USAGE if isinstance(error, ConfigError) else STARVED if isinstance(error, StarvedError) else FAILED
+    _end(type(error).__name__, str(error), code)
+
+
+def _end(kind: str, message: str, code: int) -> NoReturn:
+    """Say why there is no result, with --json also as its one object, and exit."""
+    typer.echo(f"{kind}: {message}", err=True)
+    if "--json" in sys.argv:
+        _print_json({"error": {"type": kind, "message": message, "exit_code": code}})
     sys.exit(code)
 
 
@@ -189,7 +197,7 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        sys.exit(CANCELLED)
+        _end("Cancelled", "interrupted", CANCELLED)
     except Exception as error:  # the top of the command line: every error becomes a message and an exit code
         _fail(error)
     finally:

@@ -102,6 +102,8 @@ class Progress:
             known = [self._metrics[key] for key in keys if math.isfinite(self._metrics.get(key, math.nan))]
             if known and not (label == "loss" and parts):  # the reward says more
                 parts.append(f"{label} {form.format(known[0])}")
+        if self._metrics.get("update/num_applied", 1) == 0:
+            parts.append("no update")
         if (left := self.eta_s) is not None:
             parts.append(f"ETA {int(left) // 60}:{int(left) % 60:02d}")
         return ", ".join([*parts, self._phase] if self._phase else parts)

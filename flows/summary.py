@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -131,7 +131,20 @@ class Summary(Frozen):
 
     def continue_command(self, command: Sequence[str]) -> str:
         """`command`, the one that was given, for a last stage of twice as many steps."""
-        return shlex.join([*command, *(word for setting in self.stages[-1].to_continue for word in ("--set", setting))])
+        settings = self.stages[-1].to_continue
+        keys = {setting.partition("=")[0] for setting in settings}
+        return shlex.join([*_without(command, keys), *(word for setting in settings for word in ("--set", setting))])
+
+
+def _without(command: Sequence[str], keys: Collection[str]) -> list[str]:
+    """`command` without its settings of these keys: a new one comes instead."""
+    kept: list[str] = []
+    for word in command:
+        if word.removeprefix("--set=").partition("=")[0].strip() not in keys:
+            kept.append(word)
+        elif not word.startswith("--set="):
+            kept.pop()  # the --set before it
+    return kept
 
 
 def _first_taskset(evaluations: Sequence[Evaluation]) -> list[Evaluation]:

@@ -29,6 +29,7 @@ async def train(config: Config, parent_job_id: str | None = None) -> dict[str, A
         config: The job.
         parent_job_id: Job whose MLflow run this one's is shown under; for a stage of `finetune`.
     """
+    config.require_one_job("train")
     if already_done(config):
         return {**describe(job_url(config)).model_dump(mode="json"), "already_finished": True}
     trainer = Trainer(config)

@@ -10,10 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from engines.algorithms.presets import resolve
 from engines.config import AlgorithmConfig, EngineConfig, Frozen, ModelConfig, Resume
+from engines.errors import ConfigError
 
 
 class TasksetConfig(Frozen):
@@ -247,7 +249,7 @@ class Config(Frozen):
             if len(set(names)) < len(names):
                 raise ValueError(f"stages have the same stage_name: {names}")
             for stage in self.stages:
-                self.stage(stage.stage_name)
+                self._check_stage(stage.stage_name)
             return self
         algorithm = resolve(self.algorithm)
         if self.train_batch_size % algorithm.group_size:
@@ -267,6 +269,22 @@ class Config(Frozen):
                 "synchronizer.sync_method: nccl needs samplers in other processes; in mode: both use memory"
             )
         return self
+
+    def _check_stage(self, stage_name: str) -> None:
+        """Raises ValidationError whose locations begin with the stage."""
+        try:
+            self.stage(stage_name)
+        except ValidationError as error:
+            faults = [
+                InitErrorDetails(
+                    type=fault["type"],
+                    loc=("stages", stage_name, *fault["loc"]),
+                    input=fault["input"],
+                    ctx=fault.get("ctx", {}),
+                )
+                for fault in error.errors(include_url=False)
+            ]
+            raise ValidationError.from_exception_data(error.title, faults) from error
 
     @property
     def group_size(self) -> int:
@@ -296,6 +314,15 @@ class Config(Frozen):
             num_threads=self.trainer.num_threads,
             seed=self.seed,
         )
+
+    def require_one_job(self, command: str) -> None:
+        """Raises ConfigError if there are stages: `command` runs one job, and would leave them out without a word."""
+        if self.stages:
+            names = ", ".join(stage.stage_name for stage in self.stages)
+            raise ConfigError(
+                f"{command} runs one job, and this config has stages ({names}): run them with finetune, or leave "
+                "`stages` out of the config"
+            )
 
     def stage(self, stage_name: str, model_path: str | None = None) -> Config:
         """The complete config of one stage: this one with the stage's differences, named <name>/<stage_name>.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -68,6 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def apply_override(raw: dict[str, Any], text: str) -> None:
     """Set `a.b=value` in `raw`; the value is YAML, an item of a list goes by its number or its name (`stages.grpo...`).
 
+    A list that a stage inherits becomes the stage's own first, so that an item of it can be named.
     Raises ConfigError if there is no `=`, the value is not YAML, or the list has no such item.
     """
     key, equals, value = text.partition("=")
@@ -79,16 +81,27 @@ def apply_override(raw: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {text!r}: the value is not YAML: {error}") from error
     *parents, last = key.strip().split(".")
     target: Any = raw
-    for part in parents:
+    for depth, part in enumerate(parents):
         if isinstance(target, list):
             target = _list_item(cast("list[Any]", target), part, text)
         else:
-            target = cast("dict[str, Any]", target).setdefault(part, {})
+            inherited = _inherited_list(raw, parents[: depth + 1])
+            target = cast("dict[str, Any]", target).setdefault(part, {} if inherited is None else inherited)
         if not isinstance(target, dict | list):
             raise ConfigError(f"--set {text!r}: {part} is {target!r}, which has no keys below it")
     if isinstance(target, list):
         raise ConfigError(f"--set {text!r}: {last} is a whole item of a list; name a key inside it")
     target[last] = parsed
+
+
+def _inherited_list(raw: dict[str, Any], path: list[str]) -> list[Any] | None:
+    """A copy of the list that lies at `path`, inside a stage, in the sections that all stages share; or None."""
+    if path[0] != "stages":
+        return None
+    shared: Any = raw
+    for part in path[2:]:
+        shared = cast("dict[str, Any]", shared).get(part) if isinstance(shared, dict) else None
+    return deepcopy(cast("list[Any]", shared)) if isinstance(shared, list) else None
 
 
 def _list_item(items: list[Any], part: str, text: str) -> Any:
@@ -110,15 +123,22 @@ def parse_config(raw: Mapping[str, Any], where: str = "config") -> Config:
 
 
 def _explain(fault: dict[str, Any]) -> str:
-    location = [part for part in fault["loc"] if not isinstance(part, int)]
+    path = list(fault["loc"])
+    in_stage = path[:1] == ["stages"] and len(path) > 1 and isinstance(path[1], str)
+    location = [part for part in path[2 * in_stage :] if not isinstance(part, int)]
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
         return f"{name}: unknown key; {hint(str(location[-1]), known, 'known keys')}"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "model_type":
+    if fault["type"] in ("model_type", "dict_type"):
         message = "it must be a mapping of keys"
-    shown = "" if isinstance(fault["input"], Mapping | BaseModel) else f" (given: {fault['input']!r})"
+    if fault["type"] == "tuple_type":
+        message = "it must be a list"
+    whole = isinstance(fault["input"], BaseModel) or (
+        isinstance(fault["input"], Mapping) and fault["type"] == "value_error"
+    )
+    shown = "" if whole else " (given: nothing)" if fault["input"] is None else f" (given: {fault['input']!r})"
     return f"{name}: {message}{shown}" if name else message
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engines.base import Sampler
-from engines.config import Frozen
-from engines.errors import DataError
+from engines.config import Frozen, ModelConfig
+from engines.errors import ConfigError, DataError
 from engines.text import Tokenizer, decode_response
 from trinity_tasks.config import Config, TasksetConfig
 from trinity_tasks.explorer import derive_seed, encode_task, sample
@@ -41,6 +41,8 @@ class Evaluation(Frozen):
     """Samples that the reward function gave None."""
     mean_response_tokens: float
     duration_s: float
+    definition: dict[str, Any]
+    """What was measured, as the config gave it: task set without its name, temperature, limit of the answer."""
     samples: tuple[dict[str, Any], ...]
     """A few rollouts: prompt, response, reward (None: unscored)."""
 
@@ -49,7 +51,7 @@ class Evaluator:
     """Measures a sampler on the config's evaluation task sets."""
 
     def __init__(self, config: Config, store: Storage, tokenizer: Tokenizer, sampler: Sampler) -> None:
-        """Raises what `build_taskset` and `load_reward` raise."""
+        """Raises what `build_taskset` and `load_reward` raise, and ConfigError if a name means another task set now."""
         self._config = config
         self._store = store
         self._tokenizer = tokenizer
@@ -58,6 +60,8 @@ class Evaluator:
             (item, build_taskset(item), load_reward(item.reward_fn))
             for item in config.buffer.explorer_input.eval_tasksets
         ]
+        for item, _, _ in self._measures:
+            _check_comparable(store, item.name, _definition(item, config.model))
         self._worker = ThreadPoolExecutor(1, "evaluator")
 
     async def evaluate(self, step: int) -> list[Evaluation]:
@@ -109,6 +113,7 @@ class Evaluator:
             num_unscored=len(rewards) - len(scored),
             mean_response_tokens=num_tokens / len(rewards),
             duration_s=time.perf_counter() - started,
+            definition=_definition(config, self._config.model),
             samples=tuple(shown),
         )
 
@@ -119,6 +124,25 @@ class Evaluator:
 
 def _path(taskset: str, step: int) -> str:
     return f"evaluations/{taskset}/step_{step:08d}.json"
+
+
+def _definition(taskset: TasksetConfig, model: ModelConfig) -> dict[str, Any]:
+    limits = {"temperature": model.temperature, "max_response_tokens": model.max_response_tokens}
+    return taskset.model_dump(mode="json", exclude={"name"}) | limits
+
+
+def _check_comparable(store: Storage, name: str, now: dict[str, Any]) -> None:
+    """Raises ConfigError if what was measured under this name was measured on other tasks, or in another way."""
+    files = [item.name for item in store.list(f"evaluations/{name}")]
+    if not files:
+        return
+    before = Evaluation.model_validate(store.read_json(max(files))).definition
+    if differing := [f"  {key}: {before.get(key)!r} -> {now[key]!r}" for key in now if before.get(key) != now[key]]:
+        raise ConfigError(
+            f"{store.url}: task set {name} was measured in another way before:\n" + "\n".join(differing) + "\n"
+            "Accuracies under one name must stay comparable: measure as before, or give the task set another name in "
+            "buffer.explorer_input.eval_tasksets"
+        )
 
 
 def read_evaluation(store: Storage, taskset: str, step: int) -> Evaluation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engines.config import Frozen
-from engines.errors import DataError
+from engines.errors import ConfigError, DataError
 from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.checkpoint import CheckpointStore, Manifest
 from trinity_tasks.evaluator import Evaluation, read_evaluations
@@ -49,6 +49,8 @@ class JobState(Frozen):
     evaluations: tuple[Evaluation, ...]
     changes: tuple[dict[str, Any], ...]
     """Config changes made by resumes."""
+    stages: tuple[JobState, ...] = ()
+    """Of a job with stages: those that have begun. Steps and experiences are their sums."""
 
     @property
     def checkpoint_url(self) -> str | None:
@@ -65,6 +67,8 @@ def describe(url: str) -> JobState:
     """The state of the job at `url`. Raises ConfigError if there is no job, StorageError."""
     store = Storage(url)
     record = read_record(store)
+    if record.config.get("stages"):
+        return _describe_stages(store, record)
     manifests = CheckpointStore(store).commits()
     commits = tuple(_commit(store, manifest) for manifest in manifests)
     ledger = Ledger(store)
@@ -89,6 +93,34 @@ def describe(url: str) -> JobState:
     )
 
 
+def _describe_stages(store: Storage, record: JobRecord) -> JobState:
+    stages = [describe(stage.url) for stage in _begun_stages(store, record)]
+    totals = [stage.total_steps for stage in stages if stage.total_steps is not None]
+    return JobState(
+        url=store.url,
+        name=str(record.config.get("name")),
+        job_id=record.job_id,
+        attempt=record.attempt,
+        step=sum(stage.step for stage in stages),
+        total_steps=sum(totals) if len(totals) == len(record.config["stages"]) else None,
+        finished=record.closed_at_step is not None,
+        num_experiences_trained=sum(stage.num_experiences_trained for stage in stages),
+        num_steps_recorded=sum(stage.num_steps_recorded for stage in stages),
+        mlflow_run_id=record.mlflow_run_id,
+        commits=(),
+        metrics={},
+        evaluations=(),
+        changes=record.changes,
+        stages=tuple(stages),
+    )
+
+
+def _begun_stages(store: Storage, record: JobRecord) -> list[Storage]:
+    """Folders of the stages that have begun, in order; none of a job without stages."""
+    folders = [store.child(*str(stage["stage_name"]).split("/")) for stage in record.config.get("stages", ())]
+    return [folder for folder in folders if folder.exists("job.json")]
+
+
 def _commit(store: Storage, manifest: Manifest) -> CommitState:
     return CommitState(
         number=manifest.number,
@@ -104,6 +136,8 @@ def verify(url: str) -> list[str]:
     """Every problem of every commit and ledger entry: missing, wrong size or hash, unreadable. Empty: all is well."""
     store = Storage(url)
     record = read_record(store)
+    if stages := _begun_stages(store, record):
+        return [f"{stage.url}: {problem}" for stage in stages for problem in verify(stage.url)]
     checkpoints = CheckpointStore(store)
     commits = checkpoints.commits()
     problems = [*checkpoints.skipped, *(problem for commit in commits for problem in checkpoints.verify(commit))]
@@ -119,10 +153,13 @@ def verify(url: str) -> list[str]:
 def trace_step(url: str, step: int) -> dict[str, Any]:
     """Which experiences trained this step: ledger entry, and each row's identity, reward and version.
 
-    Raises DataError if no step of that number has been recorded.
+    Raises DataError if no step of that number has been recorded, ConfigError if the job has stages, each with steps of
+    its own.
     """
     store = Storage(url)
     record = read_record(store)
+    if stages := _begun_stages(store, record):
+        raise ConfigError(f"{url} has stages, name one of them: {', '.join(stage.url for stage in stages)}")
     ledger = Ledger(store)
     try:
         entry = ledger.read(step)

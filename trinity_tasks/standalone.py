@@ -34,6 +34,7 @@ class StandaloneExplorer:
     """Writes experiences for a trainer elsewhere (mode: train), with the newest published weights."""
 
     def __init__(self, config: Config) -> None:
+        config.require_one_job("explore")
         if config.buffer.explorer_input.taskset is None:
             raise ConfigError("explore needs buffer.explorer_input.taskset: there are no tasks to sample")
         if config.trainer.total_steps is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 import math
 import shutil
 import time
@@ -37,11 +38,15 @@ from trinity_tasks.tracking import Tracker
 
 __all__ = ["TrainEngineWrapper", "Trainer", "get_trainer_wrapper"]
 
+logger = logging.getLogger(__name__)
+
 Observer = Callable[[int, Mapping[str, float]], None]
 """Told (step, metrics) after each step."""
 
 SPOOL_FILE = "metrics_spool.json"
 SYNC_POLL_S = 1.0
+IDLE_STEPS = (10, 100, 1000)
+"""Steps in a row without an update after which the user is told."""
 
 
 def get_trainer_wrapper(config: Config) -> TrainEngineWrapper:
@@ -70,6 +75,8 @@ class Trainer:
     """Present when there are evaluation task sets and the engine can sample."""
 
     def __init__(self, config: Config) -> None:
+        """Raises ConfigError for an unknown trainer.trainer_type, and if the config has stages."""
+        config.require_one_job("train")
         self.config = config
         self.engine = get_trainer_wrapper(config)
         self.observers: list[Observer] = []
@@ -90,6 +97,7 @@ class Trainer:
         self._evaluated_step = -1
         self._scratch: Path | None = None
         self._num_staged = 0
+        self._num_idle_steps = 0
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -326,7 +334,19 @@ class Trainer:
         self.tracker.log(self.train_step_num, self._metrics)
         for observer in self.observers:
             observer(self.train_step_num, self._metrics)
+        self._warn_if_idle()
         self._last_metrics, self._metrics = self._metrics, {}
+
+    def _warn_if_idle(self) -> None:
+        idle = self._metrics.get("update/num_applied", 1) == 0
+        self._num_idle_steps = self._num_idle_steps + 1 if idle else 0
+        if self._num_idle_steps in IDLE_STEPS:
+            logger.warning(
+                "%s: the last %d steps up to step %d made no update: there was nothing to learn from. Either all "
+                "answers to a task get the same reward (data/reward_std says so) and the reward function or the tasks "
+                "are to blame, or the updates were not finite (update/num_nonfinite)",
+                *(self.config.name, self._num_idle_steps, self.train_step_num),
+            )
 
     async def evaluate(self) -> dict[str, float]:
         """Accuracy of the current weights on the evaluation task sets, `eval/<name>/accuracy`."""

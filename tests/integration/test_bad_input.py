@@ -355,7 +355,7 @@ trainer: {total_steps: 10}
         ("buffer: {explorer_input: {eval_tasksets: [{datset: a}]}}", "datset: unknown key; did you mean dataset?"),
         ("buffer: {explorer_input: {eval_tasksets: [{dataset: a}, {dataset: b}]}}", "two eval_tasksets have the same"),
         ("trainer: {total_steps: 4}", "key 'trainer' is given twice"),
-        ("buffer:", "buffer: it must be a mapping of keys (given: None)"),
+        ("buffer:", "buffer: it must be a mapping of keys (given: nothing)"),
         ("buffer: [1]", "buffer: it must be a mapping of keys (given: [1])"),
         ("buffer: {batch_size: many}", "buffer.batch_size: Input should be a valid integer"),
         ("buffer: {batch_size: 3.5}", "batch_size: Input should be a valid integer, got a number with a fractional"),

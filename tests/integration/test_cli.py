@@ -143,12 +143,14 @@ def assert_good(ended: Ended) -> None:
 
 
 def assert_refused(ended: Ended, code: int, *words: str) -> None:
-    """One clear message on stderr, nothing on stdout."""
-    assert (ended.code, ended.out) == (code, ""), ended.err
+    """One clear message on stderr, and the same as the one object that --json promises."""
+    assert ended.code == code, ended.err
     assert "Traceback" not in ended.err
-    message = ended.err.splitlines()[-1]
+    error = ended.json["error"]
+    assert error["exit_code"] == code
+    assert ended.err.splitlines()[-1] == f"{error['type']}: {error['message']}"
     for word in words:
-        assert word in message
+        assert word in ended.err.splitlines()[-1]
     assert ended.left_behind == ()
 
 
@@ -179,7 +181,7 @@ def test_the_reward_curve_is_a_picture(finetuned: Line) -> None:
 def test_running_again_says_so_and_trains_nothing(finetuned: Line) -> None:
     first, again = finetuned["first"], finetuned["again"]
     assert_good(again.ended)
-    assert "already finished: nothing was trained" in again.ended.out
+    assert again.ended.out.splitlines()[-2].startswith("this job was finished before: nothing was trained")
     assert (again.commits, again.num_points) == (first.commits, first.num_points)
 
 
@@ -216,7 +218,7 @@ def test_the_printed_command_trains_longer(finetuned: Line) -> None:
     assert printed(before.ended, "train longer").endswith("--set stages.grpo.trainer.total_steps=12")
     assert longer.commits == [*before.commits, 8, 10, 12]
     assert longer.num_points > before.num_points
-    assert "already finished" not in longer.ended.out
+    assert "finished before" not in longer.ended.out
     assert re.fullmatch(LAST_LINE, longer.ended.out.splitlines()[-1])
     assert "grpo/checkpoints/global_step_00000012-" in printed(longer.ended, "checkpoint")
 
@@ -380,6 +382,16 @@ def test_verify_names_the_object_that_changed(troubled: Line, tmp_path: Path) ->
     assert (text.code, text.out, text.err) == (1, f"{problem}\n", "")
 
 
+def test_a_prefect_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    place = Workplace.make(tmp_path)
+    place.write("small.yaml", small_config("runs"))
+    nowhere = "http://127.0.0.1:9/api"
+    ended = place.run("train", "-c", "small.yaml", "--json", PREFECT_API_URL=nowhere, PREFECT_CLIENT_MAX_RETRIES="0")
+    assert_refused(ended, 1, f"TrinityFlowsError: the Prefect server {nowhere} does not answer")
+    assert len(ended.err.splitlines()) == 1
+    assert not (place.folder / "runs").exists()
+
+
 # -- wrong usage ------------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +401,7 @@ def test_verify_names_the_object_that_changed(troubled: Line, tmp_path: Path) ->
         (("train", "-c", "no.yaml"), ("ConfigError: no.yaml: cannot read the config: No such file",)),
         (("train", "-c", "small.yaml", "--set", "trainer.total_step=3"), ("total_step", "did you mean total_steps?")),
         (("finetune", "-c", "small.yaml", "--set", "trainer.total_steps=many"), ("trainer.total_steps", "'many'")),
-        (("show", "nowhere", "--json"), ("nowhere: no job here (job.json is missing)",)),
+        (("show", "nowhere"), ("nowhere: no job here (job.json is missing)",)),
         (("train", "-c", "small.yaml", "--sett", "a=b"), ("No such option: --sett",)),
         (("grpo", "-c", "small.yaml"), ("No such command 'grpo'",)),
         (("train",), ("Missing option '-c'",)),

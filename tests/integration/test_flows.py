@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.flows import Flow
 
-from engines.errors import ConfigError, StarvedError
+from engines.errors import ConfigError, EngineError, StarvedError
 from flows.compare import compare
 from flows.evaluate import evaluate
 from flows.explore import explore
@@ -205,6 +205,10 @@ def test_evaluate_measures_the_last_checkpoint_once(job_root: Path, monkeypatch:
     assert sampled == []
     (other,) = result(run(evaluate, fake_config(job_root, with_evaluation("other"))))["evaluations"]
     assert (other["taskset"], other["num_samples"], len(sampled)) == ("other", 8, 1)
+    more = "buffer.explorer_input.eval_tasksets.held_out.num_tasks=5"
+    refused = result(run(evaluate, fake_config(job_root, with_evaluation(), more)))
+    assert isinstance(refused, ConfigError)
+    assert "  num_tasks: 4 -> 5" in str(refused).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -239,6 +243,37 @@ def test_compare_has_a_row_for_each_job_stage_and_task_set(job_root: Path) -> No
     assert len({row["mlflow_run_id"] for row in rows}) == 3
     (table,) = artifacts(state, "table")
     assert json.loads(table) == rows
+
+
+@pytest.mark.parametrize("flow", [train, explore])
+def test_stages_are_for_finetune_alone(job_root: Path, flow: Flow[..., Any]) -> None:
+    state = run(flow, fake_config(job_root, STAGES))
+    assert state.is_failed()
+    assert isinstance(error := result(state), ConfigError)
+    assert f"{flow.name} runs one job, and this config has stages (sft, grpo): run them with finetune" in str(error)
+    assert not folder(fake_config(job_root)).exists()
+
+
+def test_a_job_with_stages_is_looked_at_as_a_whole(job_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = fake_config(job_root, STAGES)
+    fails(monkeypatch, FakeEngine, "train_step", [None] * 4 + [EngineError("gone")])
+    assert run(finetune, config).is_failed()
+    half = describe(job_url(config))
+    standing = [(stage.name, stage.step, stage.finished) for stage in half.stages]
+    assert (half.finished, standing) == (False, [("fake/sft", 2, True), ("fake/grpo", 2, False)])
+    assert run(finetune, config).is_completed()
+    whole = describe(job_url(config))
+    assert (whole.step, whole.total_steps, whole.finished) == (8, 8, True)
+    assert whole.num_experiences_trained == sum(stage.num_experiences_trained for stage in whole.stages) == 32
+    assert verify(job_url(config)) == []
+    (weights,) = (folder(config) / "sft").glob("checkpoints/global_step_00000002-*/model/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (problem, *_) = verify(job_url(config))
+    assert problem.startswith(f"{folder(config)}/sft: ")
+    with pytest.raises(
+        ConfigError, match=rf"has stages, name one of them: {folder(config)}/sft, {folder(config)}/grpo"
+    ):
+        trace_step(job_url(config), 1)
 
 
 def test_compare_names_a_job_that_is_not_there(job_root: Path) -> None:

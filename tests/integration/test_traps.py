@@ -122,6 +122,21 @@ def test_a_wait_for_data_says_what_is_missing(
     assert Ledger(store).steps() == []
 
 
+class NothingToLearn(FakeEngine):
+    """Makes no update, as an engine does whose groups all have equal rewards."""
+
+    async def train_step(self, batch_exps: list[Experience]) -> dict[str, float]:
+        return await super().train_step(batch_exps) | {"update/num_applied": 0.0}
+
+
+def test_steps_that_teach_nothing_are_told(job_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose rewards were all equal looked like any other, and ended as a success."""
+    engine = f"trainer.trainer_type={__name__}:NothingToLearn"
+    train(fake_config(job_root, "trainer.total_steps=25", "trainer.save_interval=0", engine))
+    (said,) = [text for text in caplog.messages if "made no update" in text]
+    assert said.startswith("fake: the last 10 steps up to step 10 made no update: there was nothing to learn from")
+
+
 def test_how_old_the_trained_rows_are_is_measured(job_root: Path) -> None:
     """Nobody could tell the trainer's step from the sampler's. Weights are handed over every third step here."""
     keys = ("sample/model_version_min", "sample/model_version_mean", "sample/model_version_max", "sample/lag_max")

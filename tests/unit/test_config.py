@@ -57,6 +57,8 @@ def with_override(raw: dict[str, Any], text: str) -> dict[str, Any]:
         ("buffer.train_batch_size=7", "buffer.train_batch_size = 7 does not hold whole groups"),
         ("model.model_path=m", "give exactly one of model.model_path and model.architecture"),
         ("name=../x", "name is '../x'"),
+        ("name=", "name: Input should be a valid string (given: nothing)"),
+        ("buffer.explorer_input.eval_tasksets.a.seed=1", "it must be a list (given: {'a': {'seed': 1}})"),
         ("algorithm.algorithm_type=grop", "grpo"),
     ],
 )
@@ -136,7 +138,19 @@ def test_a_stage_takes_its_model_from_the_stage_before() -> None:
 
 
 def test_a_fault_inside_a_stage_is_found_before_the_first_stage_starts() -> None:
-    assert "total_stepz" in refused(with_override(STAGED, "stages.grpo.trainer.total_stepz=1"))
+    message = refused(with_override(STAGED, "stages.grpo.trainer.total_stepz=1"))
+    assert message == "config: stages.grpo.trainer.total_stepz: unknown key; did you mean total_steps?"
+    message = refused(with_override(STAGED, "stages.grpo.buffer.train_batch_size=7"))
+    assert message.startswith("config: stages.grpo: buffer.train_batch_size = 7 does not hold whole groups")
+
+
+def test_a_list_that_a_stage_inherits_can_be_changed_in_that_stage_alone() -> None:
+    shared = with_override(BASE, "buffer.explorer_input.eval_tasksets=[{name: held_out, num_tasks: 9, seed: 1}]")
+    raw = with_override(
+        shared | {"stages": STAGED["stages"]}, "stages.grpo.buffer.explorer_input.eval_tasksets.held_out.num_tasks=3"
+    )
+    sizes = {name: parse_config(raw).stage(name).buffer.explorer_input.eval_tasksets[0] for name in ("sft", "grpo")}
+    assert (sizes["sft"].num_tasks, sizes["grpo"].num_tasks, sizes["grpo"].seed) == (9, 3, 1)
 
 
 def test_changes_know_what_a_resume_may_do() -> None:

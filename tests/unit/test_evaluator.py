@@ -140,6 +140,16 @@ def test_a_result_is_found_again_and_not_measured_twice(store: Storage) -> None:
     assert read_evaluation(store, "held_out", 6) is None
 
 
+def test_one_name_is_one_way_of_measuring(store: Storage) -> None:
+    measure(evaluator(store, Speller(1), spelling()), step=5)
+    with pytest.raises(ConfigError, match="task set held_out was measured in another way before") as caught:
+        evaluator(store, Speller(1), spelling(num_tasks=7), temperature=0.5)
+    assert "  num_tasks: 6 -> 7" in str(caught.value).splitlines()
+    assert "  temperature: 1.0 -> 0.5" in str(caught.value).splitlines()
+    (other,) = measure(evaluator(store, Speller(1), spelling(num_tasks=7, name="seven")), step=5)
+    assert other.num_tasks == 7
+
+
 def test_a_result_written_meanwhile_by_another_process_wins(store: Storage) -> None:
     class Overtaken(Speller):
         def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:

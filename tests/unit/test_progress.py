@@ -58,6 +58,14 @@ def test_terminal_gets_a_bar_that_ends_full() -> None:
     assert "reward 0.500, KL 0.0100, tokens/s 12,346, ETA 0:00" in written.getvalue()
 
 
+def test_a_step_without_an_update_is_shown_as_one() -> None:
+    progress = Progress("grpo", None, console=console(False)[0])
+    progress.update(1, {"data/reward_mean": 0.0, "update/num_applied": 0.0})
+    assert progress.line() == "grpo: step 1, reward 0.000, no update"
+    progress.update(2, {"data/reward_mean": 0.25, "update/num_applied": 1.0})
+    assert progress.line() == "grpo: step 2, reward 0.250"
+
+
 def test_time_left_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, *[100.0 + 2 * step for step in range(60)]])
     monkeypatch.setattr("flows.progress.time.monotonic", lambda: next(clock))
@@ -137,7 +145,7 @@ def evaluation(step: int, accuracy: float, response: str) -> Evaluation:
     sample = {"prompt": "spell [bold]cat[/]", "response": response, "reward": accuracy}
     return Evaluation(
         taskset="held_out", step=step, accuracy=accuracy, num_tasks=1024, num_samples=4096,
-        mean_response_tokens=4.0, duration_s=1.0, samples=(sample,),
+        mean_response_tokens=4.0, duration_s=1.0, definition={}, samples=(sample,),
     )  # fmt: skip
 
 
@@ -205,6 +213,13 @@ def test_summary_ends_with_exactly_this_line(terminal: bool) -> None:
     )
     assert any(line.startswith("Prefect UI ") for line in lines)
     assert any("[bold]cat[/]" in line for line in lines)
+
+
+def test_the_command_that_continues_replaces_a_setting_of_the_same_key() -> None:
+    key = "stages.grpo.trainer.total_steps"
+    given = ["trinity-flows", "finetune", "--set", f"{key}=200", "-c", "a.yaml", f"--set={key}=300", "--set", "seed=1"]
+    continued = shlex.split(summary().continue_command(given))
+    assert continued == ["trinity-flows", "finetune", "-c", "a.yaml", "--set", "seed=1", "--set", f"{key}=400"]
 
 
 def test_finished_job_says_so() -> None:
