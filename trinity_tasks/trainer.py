@@ -98,6 +98,7 @@ class Trainer:
         self._scratch: Path | None = None
         self._num_staged = 0
         self._num_idle_steps = 0
+        self._idle_steps_told = 0
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -340,7 +341,8 @@ class Trainer:
     def _warn_if_idle(self) -> None:
         idle = self._metrics.get("update/num_applied", 1) == 0
         self._num_idle_steps = self._num_idle_steps + 1 if idle else 0
-        if self._num_idle_steps in IDLE_STEPS:
+        if self._num_idle_steps in IDLE_STEPS and self._num_idle_steps > self._idle_steps_told:
+            self._idle_steps_told = self._num_idle_steps
             logger.warning(
                 "%s: the last %d steps up to step %d made no update: there was nothing to learn from. Either all "
                 "answers to a task get the same reward (data/reward_std says so) and the reward function or the tasks "
