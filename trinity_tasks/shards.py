@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
+from operator import attrgetter
 from typing import Any, Final, cast
 
 import numpy as np
@@ -93,9 +94,15 @@ def encode(rows: Sequence[Experience]) -> bytes:
 
     Raises DataError if info, metrics, messages, tools or a text cannot be written as JSON or UTF-8.
     """
-    columns = {name: _encode_column(name, rows) for name in _NAMES}
-    schema = pa.schema([field for field in SCHEMA if not field.nullable or columns[field.name].null_count < len(rows)])
-    table = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+    columns: list[Any] = []
+    fields: list[Any] = []
+    for field in SCHEMA:
+        values = _column_values(field.name, rows)
+        if not field.nullable or any(value is not None for value in values):
+            columns.append(_encode_column(field, values, rows))
+            fields.append(field)
+    schema = pa.schema(fields)
+    table = pa.Table.from_arrays(columns, schema=schema)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema, **_WRITE_OPTIONS) as writer:
         writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION), _CHECKSUM_KEY: "crc32"})
@@ -110,15 +117,20 @@ def _footer_bytes(data: bytes) -> int:
     return int.from_bytes(data[-_TAIL_BYTES:-4], "little")
 
 
-def _encode_column(name: str, rows: Sequence[Experience]) -> Any:
+def _column_values(name: str, rows: Sequence[Experience]) -> list[Any]:
+    if (values := _SCALAR_VALUES.get(name)) is not None:
+        return values(rows)
+    return list(map(attrgetter(name), rows))
+
+
+def _encode_column(field: Any, values: list[Any], rows: Sequence[Experience]) -> Any:
+    name = str(field.name)
     if name in DTYPES:
-        return _encode_lists(name, [getattr(row, name) for row in rows])
-    kind = SCHEMA.field(name).type
-    values = _SCALAR_VALUES[name](rows) if name in _SCALAR_VALUES else [getattr(row, name) for row in rows]
+        return _encode_lists(field.type, DTYPES[name], values)
     if name in _DICTS or name in _MESSAGES:
         values = _to_json(name, values, rows)
     try:
-        return pa.array(values, kind)
+        return pa.array(values, field.type)
     except UnicodeEncodeError as error:
         index = next(i for i, value in enumerate(values) if isinstance(value, str) and not _is_utf8(value))
         raise refused(rows, index, f"{name} cannot be written as UTF-8 ({error.reason})") from error
@@ -151,15 +163,14 @@ _SCALAR_VALUES: Final[dict[str, Callable[[Sequence[Experience]], list[Any]]]] = 
 }
 
 
-def _encode_lists(name: str, values: list[npt.NDArray[Any] | None]) -> Any:
-    kind = SCHEMA.field(name).type
+def _encode_lists(kind: Any, dtype: npt.DTypeLike, values: list[npt.NDArray[Any] | None]) -> Any:
     present = [value for value in values if value is not None]
     if not present:
-        return pa.array([], kind) if not values else pa.nulls(len(values), kind)
+        return pa.array([], kind)
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
     absent = None if len(present) == len(values) else pa.array([value is None for value in values])
-    flat = np.concatenate(present, dtype=DTYPES[name], casting="equiv")
+    flat = np.concatenate(present, dtype=dtype, casting="equiv")
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind, mask=absent)
 
 

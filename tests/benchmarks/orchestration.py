@@ -38,6 +38,7 @@ def orchestration() -> dict[str, float]:
     """Median outside of 300 steps, the same at the end against that, the servers' processor time until they have
     digested everything, and the slope of this process's memory.
     """
+    python_loop_ms = machine.python_loop_ms()
     diary, drained = _run()
     outside = diary.outside_ms()[SETTLED - 1 :]
     early, late = outside[:COUNTED], outside[-COUNTED:]
@@ -48,6 +49,7 @@ def orchestration() -> dict[str, float]:
         "orchestration_growth": float(np.median(late) / np.median(early)),
         "server_cpu_ms_per_step": 1000 * server_cpu_s / (STEPS - SETTLED),
         "rss_kb_per_step": float(np.polyfit(np.arange(LEVEL, STEPS), diary.rss_kb[LEVEL:], 1)[0]),
+        "python_loop_ms": python_loop_ms,
         "orchestration_p10_ms": float(np.percentile(early, 10)),
         "orchestration_p95_ms": float(np.percentile(early, 95)),
         "orchestration_mean_ms": float(early.mean()),
