@@ -43,6 +43,7 @@ class CommitFields(TypedDict, total=False):
     """What the trainer may put into a commit beside step and files. Meaning and defaults: `Manifest`."""
 
     cursor: Cursor
+    num_experiences: int
     finished: bool
     attempt: int
     config_fingerprint: str
@@ -76,6 +77,8 @@ class Manifest(Frozen):
     """Relative to `prefix`. RNG, optimizer and schedule are in them: the engine's own."""
     cursor: StoredCursor = Field(default_factory=Cursor.start)
     """Rows before it are consumed."""
+    num_experiences: int = 0
+    """How many that are: rows that all steps so far have trained on."""
     finished: bool = False
     """The job had reached its end."""
     attempt: int = 0

@@ -71,20 +71,16 @@ def describe(url: str) -> JobState:
         return _describe_stages(store, record)
     manifests = CheckpointStore(store).commits()
     commits = tuple(_commit(store, manifest) for manifest in manifests)
-    ledger = Ledger(store)
-    step = commits[-1].step if commits else 0
-    recorded = ledger.steps()
-    rows = sum(ledger.read(each).num_rows for each in recorded if each <= step)
     return JobState(
         url=store.url,
         name=str(record.config.get("name")),
         job_id=record.job_id,
         attempt=record.attempt,
-        step=step,
+        step=commits[-1].step if commits else 0,
         total_steps=record.config.get("trainer", {}).get("total_steps"),
         finished=bool(commits and commits[-1].finished),
-        num_experiences_trained=rows,
-        num_steps_recorded=len(recorded),
+        num_experiences_trained=manifests[-1].num_experiences if manifests else 0,
+        num_steps_recorded=len(Ledger(store).steps()),
         mlflow_run_id=record.mlflow_run_id,
         commits=commits,
         metrics=manifests[-1].metrics if manifests else {},

@@ -87,6 +87,7 @@ class Trainer:
         self.resumed_from: int | None = None
         """Step of the checkpoint that `prepare` restored."""
         self._cursor = Cursor.start()
+        self._num_experiences = 0
         self._metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
         self._data_ended = False
@@ -143,6 +144,7 @@ class Trainer:
                 f"{self.train_step_num}; the snapshot is not the engine's: check trainer.trainer_type"
             )
         self._cursor = manifest.cursor
+        self._num_experiences = manifest.num_experiences
         self._last_metrics = dict(manifest.metrics)
         self._saved = (manifest.step, manifest.finished)
         self.resumed_from = manifest.step
@@ -284,6 +286,7 @@ class Trainer:
             return None
         metrics = await self.train_step(batch.experiences)
         self._cursor = batch.cursor
+        self._num_experiences += len(batch.experiences)
         return metrics
 
     async def _sample_data(self) -> Batch | None:
@@ -434,6 +437,7 @@ class Trainer:
             staged,
             step=step,
             cursor=self._cursor,
+            num_experiences=self._num_experiences,
             finished=self.finished,
             config_fingerprint=self.job.record.config_fingerprint,
             code_version=self.job.record.code_version,

@@ -11,13 +11,13 @@ import os
 import re
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.command import PROGRAM
 from tests.learning.spelling import CONFIG, only_sft, run, show, spell
 from trinity_tasks.config_source import load_config
 
@@ -38,17 +38,8 @@ def uncaptured(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.timeout(900)
 def test_the_command_reaches_the_promised_accuracy_in_five_minutes(tmp_path: Path) -> None:
     """The config as it stands, seed 42, through the flow."""
-    command = [
-        sys.executable,
-        "-m",
-        "flows.cli",
-        "finetune",
-        "-c",
-        str(CONFIG),
-        "--set",
-        f"checkpoint_root_dir={tmp_path}",
-    ]
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(CONFIG.parents[2])}
+    command = [str(PROGRAM), "finetune", "-c", str(CONFIG), "--set", f"checkpoint_root_dir={tmp_path}"]
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = LAST_LINE.fullmatch(done.stdout.rstrip("\n").rpartition("\n")[2])
