@@ -6,10 +6,7 @@ To change the loop, copy these few lines into a flow of your own: every step is 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from trinity_tasks.trainer import Trainer
+from typing import NamedTuple, Protocol
 
 Step = Callable[[], Awaitable[object]]
 
@@ -29,7 +26,28 @@ class Steps(NamedTuple):
     """Measure the current weights on tasks never trained on."""
 
 
-async def training_loop(trainer: Trainer, steps: Steps) -> None:
+class Standing(Protocol):
+    """What the loop asks about where the run stands. `Trainer` answers; meanings are documented there."""
+
+    stop_requested: bool
+
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def needs_experiences(self) -> bool: ...
+    @property
+    def needs_evaluation(self) -> bool: ...
+    @property
+    def needs_final_save(self) -> bool: ...
+    @property
+    def save_publishes_weights(self) -> bool: ...
+    async def need_sync(self) -> bool: ...
+    def need_save(self) -> bool: ...
+    def log_step(self) -> None: ...
+    def raise_if_starved(self) -> None: ...
+
+
+async def training_loop(trainer: Standing, steps: Steps) -> None:
     """Run until total_steps, the end of the data, or a stop request; then commit. Errors propagate and commit nothing.
 
     Raises StarvedError, after the commit, if the data ended before total_steps or before the first step.
