@@ -11,14 +11,14 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.command import PROGRAM
-from tests.learning.spelling import CONFIG, only_sft, run, show, spell
+from tests.learning.spelling import CONFIG, Reached, only_sft, run, show, spell
 from trinity_tasks.config_source import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.learning]
@@ -28,11 +28,18 @@ CONTROL_SEED = 16
 LAST_LINE = re.compile(r"held-out accuracy (\d\.\d\d) -> (\d\.\d\d) in (\d+) s")
 
 
+Report = Callable[[str, Sequence[Reached]], None]
+
+
 @pytest.fixture
-def uncaptured(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """What the test prints reaches the terminal."""
-    with capsys.disabled():
-        yield
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    """Prints a table to the terminal, whatever pytest captures."""
+
+    def print_table(title: str, runs: Sequence[Reached]) -> None:
+        with capsys.disabled():
+            show(title, runs)
+
+    return print_table
 
 
 @pytest.mark.timeout(900)
@@ -64,11 +71,10 @@ def test_the_accuracy_is_measured_on_words_that_are_not_trained_on() -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.usefixtures("uncaptured")
-def test_every_seed_learns(tmp_path: Path) -> None:
+def test_every_seed_learns(tmp_path: Path, report: Report) -> None:
     """Fresh seeds for initial weights, sampling and the order of the words."""
     runs = [run("sft, then grpo", spell(tmp_path / str(seed), seed)) for seed in SEEDS]
-    show("five seeds", runs)
+    report("five seeds", runs)
     assert all(item.accuracy_before < 0.45 for item in runs)
     assert all(item.accuracy_after > 0.80 for item in runs)
     assert all(item.accuracy_after - item.accuracy_before >= 0.40 for item in runs)
@@ -76,24 +82,22 @@ def test_every_seed_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("uncaptured")
-def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
+def test_shuffled_rewards_teach_nothing(tmp_path: Path, report: Report) -> None:
     """Seed 16: the same samples of the same words, the same number of rewards, dealt to the wrong answers."""
     shuffled = "stages.grpo.trainer.trainer_type=tests.learning.spelling:ShuffledRewards"
     control = run("shuffled rewards", spell(tmp_path, CONTROL_SEED, shuffled))
-    show("control: rewards permuted over each batch", [control])
+    report("control: rewards permuted over each batch", [control])
     assert control.accuracy_before > 0.10
     assert control.accuracy_after <= control.accuracy_before + 0.03
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("uncaptured")
-def test_the_same_time_spent_on_more_sft_is_reported_beside_it(tmp_path: Path) -> None:
+def test_the_same_time_spent_on_more_sft_is_reported_beside_it(tmp_path: Path, report: Report) -> None:
     """Seed 16: how far the demonstrations alone go. They are right answers, which GRPO never sees."""
     grpo = run("sft, then grpo", spell(tmp_path / "grpo", CONTROL_SEED))
     longer = round(grpo.steps[0] * (1 + grpo.wall_s[1] / grpo.wall_s[0]))
     sft = run(f"{longer} steps of sft", only_sft(spell(tmp_path / "sft", CONTROL_SEED), longer))
-    show("the same wall time", [grpo, sft])
+    report("the same wall time", [grpo, sft])
     assert sft.accuracy_before < 0.01
     assert grpo.accuracy_before < sft.accuracy_after <= 1.0
     assert sum(sft.wall_s) == pytest.approx(sum(grpo.wall_s), rel=0.5)
