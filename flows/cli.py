@@ -119,17 +119,21 @@ def ledger(
 
 def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, as_json: bool) -> None:
     """Load the config, run the flow embedded or on the server that PREFECT_API_URL names, exit as it ended."""
+    from flows import environment
     from flows.embedded_server import EmbeddedServer
     from flows.environment import preload, set_defaults
-    from flows.signals import end_on_signals
+    from flows.signals import ENDED_AT_ONCE, end_on_signals
 
-    end_on_signals(CANCELLED)
+    end_on_signals(CANCELLED, _error_object("Cancelled", ENDED_AT_ONCE, CANCELLED).encode() if as_json else b"")
     set_defaults()
+    environment.COMMAND_STARTED = STARTED
     server = EmbeddedServer.start()
     from trinity_tasks.config_source import load_config
 
     paths = path if isinstance(path, list) else [path]
     configs = [load_config(each, overrides or ()) for each in paths]
+    if name in ("train", "explore"):
+        configs[0].require_one_job(name)
     server.announce()
     modules = () if name == "compare" else ("torch", "transformers", "mlflow", "reasoning_gym")
     loading = preload(*modules)
@@ -151,16 +155,23 @@ def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, a
     if as_json:
         _print_json(json_result(name, result))
     else:
-        print_result(name, result, time.monotonic() - STARTED)
+        print_result(name, result)
 
 
 async def _flow_state(call: Coroutine[Any, Any, Any]) -> Any:
     """What the flow ended as. Raises TrinityFlowsError if the Prefect server cannot be told."""
     from httpx import HTTPError
+    from prefect.exceptions import TerminationSignal
     from prefect.settings import get_current_settings
 
     try:
         return await call
+    except TerminationSignal as error:  # Prefect's own handler, when a second signal came while the run was closing
+        raise KeyboardInterrupt from error
+    except SystemExit as error:
+        raise TrinityFlowsError(
+            f"something in the run, not the command itself, called sys.exit({error.code!r}); it must raise an error"
+        ) from error
     except (HTTPError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("Failed to reach API"):
             raise
@@ -186,8 +197,16 @@ def _end(kind: str, message: str, code: int) -> NoReturn:
     """Say why there is no result, with --json also as its one object, and exit."""
     typer.echo(f"{kind}: {message}", err=True)
     if "--json" in sys.argv:
-        _print_json({"error": {"type": kind, "message": message, "exit_code": code}})
-    sys.exit(code)
+        sys.stdout.write(_error_object(kind, message, code))
+    raise _Ended(code)
+
+
+class _Ended(SystemExit):
+    """An end of which everything has been said."""
+
+
+def _error_object(kind: str, message: str, code: int) -> str:
+    return json.dumps({"error": {"type": kind, "message": message, "exit_code": code}}) + "\n"
 
 
 def main() -> None:
@@ -196,6 +215,12 @@ def main() -> None:
         sys.path.append("")  # the working folder, for `reward_fn: my_rewards:f`; last: no file there hides a module
     try:
         app()
+    except _Ended:
+        raise
+    except SystemExit as error:
+        if error.code == USAGE and "--json" in sys.argv:
+            sys.stdout.write(_error_object("UsageError", "the arguments are wrong: see standard error", USAGE))
+        raise
     except KeyboardInterrupt:
         _end("Cancelled", "interrupted", CANCELLED)
     except Exception as error:  # the top of the command line: every error becomes a message and an exit code

@@ -12,6 +12,9 @@ import threading
 import warnings
 from importlib import import_module
 
+COMMAND_STARTED: float | None = None
+"""`time.monotonic` when the command line was started; None where a flow was started otherwise."""
+
 DEFAULTS = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",

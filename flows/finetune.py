@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from flows import environment
 from flows.summary import Summary
 from flows.train import train
 from trinity_tasks.config import Config
@@ -28,7 +29,7 @@ async def finetune(config: Config) -> dict[str, Any] | State[Any]:
     Args:
         config: The job; its stages run in this order.
     """
-    started = time.monotonic()
+    started = environment.COMMAND_STARTED or time.monotonic()
     run = StagedRun(config)
     if (summary := run.finished_summary()) is not None:
         return {**summary, "already_finished": True}

@@ -91,12 +91,12 @@ def json_result(flow: str, result: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, **{key: runnable(result[key]) for key in ("prefect_ui", "mlflow_ui") if result[key]}}
 
 
-def print_result(flow: str, result: Mapping[str, Any], duration_s: float) -> None:
-    """What a flow returned. duration_s: of the whole command."""
+def print_result(flow: str, result: Mapping[str, Any]) -> None:
+    """What a flow returned."""
     if flow == "finetune":
         from flows.summary import print_summary
 
-        print_summary(result if result["already_finished"] else {**result, "duration_s": duration_s})
+        print_summary(result)
     elif flow == "train":
         state = dict(result)
         if state.pop("already_finished"):

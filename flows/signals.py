@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDED_AT_ONCE = "ended at once; run it again to go on from the last commit"
 
 
 @contextmanager
@@ -43,15 +44,18 @@ def stop_on_signals(request_stop: Callable[[], None]) -> Iterator[None]:
         restore()
 
 
-def end_on_signals(code: int) -> None:
+def end_on_signals(code: int, farewell: bytes) -> None:
     """Let a stop signal that nothing else waits for end this process at once, with this exit code.
+
+    farewell: written to standard output before.
 
     Whatever runs then, a step in a thread for example, is not waited for: it is as if the process had been killed, and
     the next one goes on from the last commit.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"ended at once; run it again to go on from the last commit\n")
+        os.write(2, ENDED_AT_ONCE.encode() + b"\n")
+        os.write(1, farewell)
         os._exit(code)
 
     for number in STOP_SIGNALS:

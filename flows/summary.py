@@ -46,7 +46,7 @@ class Summary(Frozen):
 
     stages: tuple[StageSummary, ...]
     duration_s: float
-    """Wall time of this run, seconds."""
+    """Wall time of the run that trained, from its command's start on if it was one, seconds."""
     accuracy_before: float | None
     accuracy_after: float | None
     """Held-out accuracy on the evaluation task set whose name comes first; None if nothing was evaluated."""

@@ -34,3 +34,7 @@ def pair(task: Any, response: str) -> tuple[float, str]:
 
 def raises(task: Any, response: str) -> float:
     return task.entry["gold"]
+
+
+def leaves(task: Any, response: str) -> float:
+    raise SystemExit(0)

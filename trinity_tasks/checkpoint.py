@@ -242,6 +242,23 @@ class CheckpointStore:
         """Every problem of every object, all bytes read: presence, size, hash, readable. Empty: all is well."""
         return damaged_files(self._store, manifest.prefix, manifest.files)
 
+    def model_folder(self, prefix: str, into: Path) -> Path:
+        """The HF folder of the checkpoint at `prefix`, verified: itself on a local store, else downloaded to `into`.
+
+        Raises CheckpointError if it is damaged, or no commit names it.
+        """
+        manifest = next((manifest for manifest in self._newest_first() if manifest.prefix == prefix), None)
+        if manifest is None:
+            raise CheckpointError(f"{self._store.where(prefix)} is of no commit: it may be half written; use another")
+        files = [file for file in manifest.files if file.path.startswith("model/")]
+        itself = self._store.local_path(f"{prefix}/model")
+        if itself is None:
+            fetch_folder(self._store, prefix, files, into)
+            return into / "model"
+        if problems := damaged_files(self._store, prefix, files):
+            raise DamagedFolder(f"{'; '.join(problems)}; use the model of another commit: trinity-flows show")
+        return itself
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def commit(self, staging: Path, *, step: int, **fields: Unpack[CommitFields]) -> Manifest:

@@ -42,7 +42,7 @@ class Evaluation(Frozen):
     mean_response_tokens: float
     duration_s: float
     definition: dict[str, Any]
-    """What was measured, as the config gave it: task set without its name, temperature, limit of the answer."""
+    """What was measured, as the config gave it: task set without its name, content, temperature, limit."""
     samples: tuple[dict[str, Any], ...]
     """A few rollouts: prompt, response, reward (None: unscored)."""
 
@@ -60,8 +60,8 @@ class Evaluator:
             (item, build_taskset(item), load_reward(item.reward_fn))
             for item in config.buffer.explorer_input.eval_tasksets
         ]
-        for item, _, _ in self._measures:
-            _check_comparable(store, item.name, _definition(item, config.model))
+        for item, taskset, _ in self._measures:
+            _check_comparable(store, item.name, _definition(item, taskset, config.model))
         self._worker = ThreadPoolExecutor(1, "evaluator")
 
     async def evaluate(self, step: int) -> list[Evaluation]:
@@ -113,7 +113,7 @@ class Evaluator:
             num_unscored=len(rewards) - len(scored),
             mean_response_tokens=num_tokens / len(rewards),
             duration_s=time.perf_counter() - started,
-            definition=_definition(config, self._config.model),
+            definition=_definition(config, taskset, self._config.model),
             samples=tuple(shown),
         )
 
@@ -126,9 +126,10 @@ def _path(taskset: str, step: int) -> str:
     return f"evaluations/{taskset}/step_{step:08d}.json"
 
 
-def _definition(taskset: TasksetConfig, model: ModelConfig) -> dict[str, Any]:
+def _definition(config: TasksetConfig, taskset: Taskset, model: ModelConfig) -> dict[str, Any]:
     limits = {"temperature": model.temperature, "max_response_tokens": model.max_response_tokens}
-    return taskset.model_dump(mode="json", exclude={"name"}) | limits
+    content = {"content_sha256": taskset.content_sha256}
+    return config.model_dump(mode="json", exclude={"name"}) | content | limits
 
 
 def _check_comparable(store: Storage, name: str, now: dict[str, Any]) -> None:

@@ -59,6 +59,11 @@ class Explorer:
         self._worker = ThreadPoolExecutor(1, "explorer")
 
     @property
+    def tasks_sha256(self) -> str | None:
+        """Content of the file of the tasks; None if they are generated."""
+        return self._taskset.content_sha256
+
+    @property
     def num_steps(self) -> int:
         """Steps done: shards written, by this process or an earlier one."""
         return self._writer.next_index

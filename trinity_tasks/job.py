@@ -7,6 +7,7 @@ content of checkpoints, shards or metrics.
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import secrets
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ from trinity_tasks.tracking import Tracker
 from trinity_tasks.weights import WeightStore
 
 FORMAT_VERSION = 1
+_COMMITTED_MODEL = re.compile(r"(.+)/(checkpoints/global_step_\d{8,}-[0-9a-f]{8})/model/?")
 START_RETRY_S = 5.0
 """How long a start waits for a store that does not answer: a wrong endpoint shall be told at once."""
 
@@ -52,6 +54,8 @@ class JobRecord(Frozen):
     """How many processes have worked on it."""
     mlflow_run_id: str | None = None
     """The one MLflow run of the job."""
+    tasks_sha256: str | None = None
+    """Content of the file of the training tasks; None if they are generated."""
     closed_at_step: int | None = None
     """Last step of a finished job whose metrics have all arrived; None while anything is left to do."""
     changes: tuple[dict[str, Any], ...] = ()
@@ -115,6 +119,17 @@ class Job:
         if record != self.record:
             self.record = record
             self.store.write_json("job.json", record.model_dump(mode="json"))
+
+    def note_tasks(self, sha256: str | None) -> None:
+        """Note the content of the training tasks. Raises ConfigError if it was another when the job began to train."""
+        before = self.record.tasks_sha256
+        if before not in (None, sha256) and _has_made_something(self.store):
+            raise ConfigError(
+                f"{self.url}: the file of buffer.explorer_input.taskset has changed since the job began (sha256 "
+                f"{before} -> {sha256}); the job would go on with other tasks. Put the old file back, or give the new "
+                "experiment a name of its own: --set name=..."
+            )
+        self.update(tasks_sha256=sha256)
 
     def close(self) -> None:
         """Wait for a commit in the background, then release the lease. Idempotent. Raises as the commit."""
@@ -242,8 +257,16 @@ def _has_made_something(store: Storage) -> bool:
 
 
 def fetch_model(model_path: str, into: Path) -> Path:
-    """A local HF folder for `model_path`: itself if local, else downloaded. Raises ConfigError if there is none."""
+    """A local HF folder for `model_path`: itself if local, else downloaded.
+
+    One that lies in a job's checkpoint must be what its commit says, in size and hash. Raises ConfigError if there is
+    none, CheckpointError if it is damaged or no commit vouches for it.
+    """
     local = Path(model_path).expanduser()
+    if (found := _COMMITTED_MODEL.fullmatch(model_path)) is not None:
+        checkpoints = CheckpointStore(Storage(found[1]).with_retry_s(START_RETRY_S))
+        if checkpoints.commits():
+            return checkpoints.model_folder(found[2], into)
     if local.is_dir():
         return local
     if "://" not in model_path:

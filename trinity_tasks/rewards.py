@@ -6,7 +6,9 @@ Owns: the functions by name, and loading a user's own.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from engines import plugins
@@ -35,16 +37,18 @@ def load_reward(name: str, *, required: bool = False) -> RewardFn:
 
     required: None is refused too, because the algorithm has no use for a sample without a reward.
     Raises ConfigError for a name that is neither. The returned function raises DataError for what is neither a finite
-    number nor None; an error inside a user's function goes through, with a note of what it was about to score.
+    number nor None, and for any error inside a user's function.
     """
     function = REWARDS.get(name) or _imported(name)
 
     def checked(task: Task, response: str) -> float | None:
         try:
             given: object = function(task, response)
-        except Exception as error:
-            error.add_note(f"reward {name}, scoring {_shown(task, response)}")
-            raise
+        except (Exception, SystemExit) as error:  # the user's code: whatever it does, the run says where and why
+            raise DataError(
+                f"reward {name} failed with {type(error).__name__}: {error} ({_place(error)}), scoring "
+                f"{_shown(task, response)}; correct it, or let it return None for unscored"
+            ) from error
         reward = _number(given)
         unscored = given is None and not required
         if not unscored and (reward is None or not math.isfinite(reward)):
@@ -57,6 +61,11 @@ def load_reward(name: str, *, required: bool = False) -> RewardFn:
 
 def _shown(task: Task, response: str) -> str:
     return f"task {task.index} ({task.question!r}) and response {response!r}"
+
+
+def _place(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}, in {last.name}"
 
 
 def _number(given: Any) -> float | None:

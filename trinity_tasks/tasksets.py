@@ -67,7 +67,9 @@ class Taskset:
         'Spell this word backward (example: sun -> nus): tolly'
     """
 
-    def __init__(self, config: TasksetConfig, source: Source) -> None:
+    def __init__(self, config: TasksetConfig, source: Source, content_sha256: str | None = None) -> None:
+        self.content_sha256 = content_sha256
+        """Of the file that the tasks are from; None if they are generated."""
         self._config = config
         self._source = source
         self._finite: list[Mapping[str, Any]] | None = None
@@ -193,6 +195,8 @@ def _parse(line: str, number: int, where: str) -> Mapping[str, Any]:
     for key in ("question", "answer"):
         if not isinstance(task[key], str | int | float):
             raise DataError(f"{where}, line {number}: {key} is {json.dumps(task[key])}; it must be text or a number")
+    if not str(task["question"]).strip():
+        raise DataError(f"{where}, line {number}: the question is empty; there is nothing to ask")
     return task
 
 
@@ -206,10 +210,11 @@ def build_taskset(config: TasksetConfig) -> Taskset:
             f"task set {config.name}: dataset is {config.dataset!r}; with source: jsonl it is the path or URL of a file"
         )
     try:
-        text = Storage(folder or slash or ".").read_bytes(name).decode("utf-8-sig")
+        data = Storage(folder or slash or ".").read_bytes(name)
+        text = data.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"task set {config.name}: there is no file {config.dataset}; check dataset") from error
     except UnicodeDecodeError as error:
         raise DataError(f"task set {config.name}: {config.dataset} is not UTF-8 text: {error}") from error
     # not splitlines(): a question may contain other characters that it takes for the end of a line
-    return Taskset(config, JsonLines(text.split("\n"), config.dataset))
+    return Taskset(config, JsonLines(text.split("\n"), config.dataset), hashlib.sha256(data).hexdigest())

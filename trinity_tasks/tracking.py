@@ -14,10 +14,12 @@ store is refused.)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shlex
+import tempfile
 import threading
 import warnings
 from collections import Counter
@@ -31,6 +33,7 @@ from engines.errors import ConfigError, StorageError
 from trinity_tasks.delivery import Delivery, Health, Pace
 from trinity_tasks.outbox import Outbox
 from trinity_tasks.spool import Point, Spool, default_folder
+from trinity_tasks.storage import Storage
 from trinity_tasks.tracked_values import MAX_TAG_LENGTH, flatten_params, legal_tags, mask_secrets, sanitize_name
 from trinity_tasks.tracking_uri import MonitorLike, sqlite_folder, tracking_uri
 
@@ -414,7 +417,21 @@ def _mlflow_client(uri: str) -> Any:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    if folder is not None and not (database := folder / Path(uri).name).exists():
+        _create_database(database)
     return MlflowClient(tracking_uri=uri)
+
+
+def _create_database(database: Path) -> None:
+    """A sqlite file with all of MLflow's tables, or none: MLflow cannot go on with one that was left half made."""
+    from mlflow import MlflowClient
+
+    with tempfile.TemporaryDirectory(prefix="trinity-flows-") as name:
+        new = Path(name) / "mlflow.db"
+        client: Any = MlflowClient(tracking_uri=f"sqlite:///{new}")
+        client.search_experiments(max_results=1)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            Storage(str(database.parent)).create(database.name, new.read_bytes())
 
 
 def _find_run(client: Any, identity: _Identity) -> Any:

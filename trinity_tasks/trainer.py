@@ -161,6 +161,7 @@ class Trainer:
         sampler = self.engine.make_sampler() if workflow == "sample" or self._eval_tasksets else None
         tokenizer = self.engine.tokenizer
         self.explorer = Explorer(self.config, self.job.store, tokenizer, sampler)
+        self.job.note_tasks(self.explorer.tasks_sha256)
         if sampler is not None:
             self.synchronizer.subscribe(sampler)  # it has the current weights already
         if sampler is not None and self._eval_tasksets:

@@ -201,7 +201,7 @@ class HfEngine(TrainEngineWrapper):
                 "update/num_skipped": float(report.num_empty + report.num_nonfinite),
                 "update/num_nonfinite": float(report.num_nonfinite),
                 "time/engine_s": seconds,
-                "perf/tokens_per_s": intake.stats["data/num_tokens"] / seconds,
+                "perf/tokens_per_s": sum(len(exp.tokens) for exp in intake.rows) / seconds,
             }
         )
 

@@ -211,7 +211,13 @@ def _to(model: AnyModule, device: torch.device | str) -> AnyModule:
 def _choose_layout(policy: Policy) -> Layout:
     """Packed if the model's attention can be replaced with equal results; otherwise rows, with its own attention."""
     rows = _check_rows(policy.head.weight.shape[0])
-    expected = _own_logprobs(policy, rows)
+    try:
+        expected = _own_logprobs(policy, rows)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{type(policy.model).__name__} cannot compute with this architecture: {error}; check that its sizes fit, "
+            "num_attention_heads a multiple of num_key_value_heads for example"
+        ) from error
     own = policy.model.config._attn_implementation or "eager"
     layouts: tuple[Layout, ...] = ("packed", "rows") if policy.model._supports_attention_backend else ("rows",)
     for layout in layouts:

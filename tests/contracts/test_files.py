@@ -18,6 +18,7 @@ VAGUE = {"utils", "util", "common", "manager", "core", "helpers", "misc"}
 BROAD_EXCEPT_ALLOWED = {
     "trinity_tasks/tracking.py": "the tracker's spool: an outage never stops training",
     "trinity_tasks/checkpoint.py": "the background uploader: raised again at the next step",
+    "trinity_tasks/rewards.py": "a user's reward function: the run says what it did, and where",
     "engines/hf/engine.py": "the engine boundary: a failed step makes the engine unusable",
     "flows/cli.py": "the top of the command line: one line and an exit code",
 }

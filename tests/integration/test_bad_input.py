@@ -191,6 +191,10 @@ def test_an_embedding_larger_than_the_tokenizer_trains(job_root: Path) -> None:
             "model.architecture.model_type = 'lama' is not known; did you mean llama",
         ),
         ("model.architecture.num_attention_heads=3", "model.architecture"),
+        (
+            "model.architecture={model_type: llama, hidden_size: 16, num_attention_heads: 2, num_key_value_heads: 3}",
+            "LlamaForCausalLM cannot compute with this architecture: The size of tensor a",
+        ),
     ],
 )
 def test_an_impossible_architecture_is_named(job_root: Path, override: str, words: str) -> None:
@@ -278,12 +282,37 @@ def test_a_reward_that_is_no_number_is_refused_before_it_is_written(job_root: Pa
     assert "this algorithm needs a number" in message
 
 
-def test_an_error_inside_a_reward_function_is_the_users_own_with_a_note(job_root: Path) -> None:
-    with pytest.raises(KeyError, match="gold") as caught:
-        train(small_config(job_root, *QUICK, f"{TASKSET}.reward_fn=tests.bad_rewards:raises"))
-    (note,) = caught.value.__notes__
-    assert note.startswith("reward tests.bad_rewards:raises, scoring task 0 ('Spell this word backward")
-    Job.open(small_config(job_root, *QUICK)).close()
+@pytest.mark.parametrize(
+    ("reward", "what", "line"),
+    [("raises", "KeyError: 'gold'", 36), ("leaves", "SystemExit: 0", 40)],
+)
+def test_an_error_inside_a_reward_function_names_its_place(job_root: Path, reward: str, what: str, line: int) -> None:
+    message = refused(job_root, DataError, f"{TASKSET}.reward_fn=tests.bad_rewards:{reward}")
+    assert f"reward tests.bad_rewards:{reward} failed with {what} (bad_rewards.py, line {line}, in {reward})" in message
+    assert "scoring task 0 ('Spell this word backward" in message
+
+
+# -- a file of tasks --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_tasks_that_changes_is_another_experiment(job_root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    lines = [f'{{"question": "Say {word}", "answer": "{word}"}}' for word in ("one", "two", "six", "ten")]
+    tasks = f"{{source: jsonl, dataset: {file}, held_out_share: 0}}"
+    config = small_config(job_root, *QUICK, f"{TASKSET}={tasks}")
+    file.write_text("\n".join([*lines, '{"question": " ", "answer": "?"}']))
+    with pytest.raises(DataError, match="line 5: the question is empty"):
+        train(config)
+    file.write_text("\n".join(lines))  # nothing had been made: it may be corrected
+    assert_runs(config)
+    file.write_text("\n".join(lines[:3]))
+    longer = small_config(job_root, *QUICK, f"{TASKSET}={tasks}", "trainer.total_steps=2")
+    with pytest.raises(ConfigError, match=r"taskset has changed since the job began \(sha256 \w{64} -> \w{64}\)"):
+        train(longer)
+    assert describe(job_url(config)).step == 1
+    file.write_text("\n".join(lines))
+    train(longer)
+    assert describe(job_url(config)).step == 2
 
 
 # -- experiences of another program -----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.integration.job_digest import final_state
 from tests.integration.small_job import small_config, train
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import describe, verify
+from trinity_tasks.standalone import evaluate_checkpoint
 from trinity_tasks.trainer import Trainer
 
 pytestmark = pytest.mark.integration
@@ -148,6 +149,32 @@ def test_a_damaged_commit_is_passed_over_and_said(
     assert after.partition(" .* ")[0] in said
     assert (5, 4, 3) in history(job)  # step 4 was made again, from commit 3
     assert final_state(job) == whole
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (flip, "model.safetensors has sha256 .* its bytes changed; use the model of another commit"),
+        (Path.unlink, "model.safetensors is missing; use the model of another commit"),
+    ],
+)
+def test_a_damaged_model_is_neither_measured_nor_started_from(
+    job: Path, how: Callable[[Path], None], words: str
+) -> None:
+    """An evaluation of noise looked like one of the model; so would a stage that begins from it."""
+    taskset = "{name: fresh, dataset: spell_backward, dataset_args: {min_word_len: 3, max_word_len: 4}, num_tasks: 2}"
+    (model,) = job.glob(f"{LAST}/model")
+    how(model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        asyncio.run(evaluate_checkpoint(config_of(job, f"buffer.explorer_input.eval_tasksets=[{taskset}]")))
+    assert not (job / "evaluations").exists()
+    from_there = (f"model.model_path={model}", "model.architecture=null", "model.tokenizer=null", "name=next")
+    with pytest.raises(CheckpointError, match=words):
+        resume(job, *from_there)
+    (manifest,) = job.glob("commits/00000004.json")
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match=r"global_step_00000004-\w+ is of no commit: it may be half written"):
+        resume(job, *from_there)
 
 
 def test_when_no_commit_is_left_the_job_is_refused_and_goes_on_when_one_is_back(

@@ -22,6 +22,7 @@ from tests.integration import job_digest
 from tests.integration.command import Ended, Workplace
 from tests.integration.small_job import small_config, train
 from trinity_tasks.config import Config
+from trinity_tasks.config_source import load_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -267,7 +268,7 @@ def test_a_stop_signal_commits_the_step_that_ran(troubled: Line, trouble: str, s
 
 def test_a_second_interrupt_waits_for_nothing(troubled: Line) -> None:
     start = troubled["interrupt_twice@6"]
-    assert (start.ended.code, start.ended.out) == (130, "")
+    assert (start.ended.code, start.ended.json["error"]["exit_code"]) == (130, 130)
     assert start.ended.err.splitlines()[-1] == "ended at once; run it again to go on from the last commit"
     assert start.commits == [2, 3, 4, 5]
     assert start.ended.immortal == ()
@@ -393,6 +394,17 @@ def test_a_prefect_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 
 # -- wrong usage ------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_usage_is_an_object_too(tmp_path: Path) -> None:
+    place = Workplace.make(tmp_path)
+    for arguments in (("train", "--json"), ("ledger", "nowhere", "--step", "0", "--json"), ("trian", "--json")):
+        ended = place.run(*arguments)
+        assert (ended.code, ended.json["error"]["type"], ended.json["error"]["exit_code"]) == (2, "UsageError", 2)
+    place.write("staged.yaml", load_config(TWO_STAGES))
+    ended = place.run("train", "-c", "staged.yaml", "--json")
+    assert_refused(ended, 2, "ConfigError: train runs one job, and this config has stages (sft, grpo)")
+    assert not place.home.exists() or not (place.home / "prefect.db").exists()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_comparison_keeps_its_numbers_in_a_row_and_every_url_whole(capsys: pyt
     }  # fmt: skip
     new = job | {"name": "new", "step": 0, "finished": False, "experiences": 0, "checkpoint": None}
     new |= {"mlflow_run_id": None, "taskset": None, "accuracy_before": None, "accuracy": None}
-    output.print_result("compare", {"jobs": [job, new]}, 1.0)
+    output.print_result("compare", {"jobs": [job, new]})
     head, first, second, *below = capsys.readouterr().out.splitlines()
     assert head.split() == ["job", "step", "experiences", "task", "set", "before", "after"]
     assert first.split() == ["1", "backward/grpo", "320", "163840", "held_out", "0.3100", "0.9258"]
@@ -45,7 +45,7 @@ def test_a_comparison_keeps_its_numbers_in_a_row_and_every_url_whole(capsys: pyt
 
 def test_an_evaluation_is_a_line_for_each_task_set(capsys: pytest.CaptureFixture[str]) -> None:
     evaluations = [measured(), measured(taskset="other", accuracy=1.0)]
-    output.print_result("evaluate", {"name": "demo/grpo", "evaluations": evaluations}, 1.0)
+    output.print_result("evaluate", {"name": "demo/grpo", "evaluations": evaluations})
     assert capsys.readouterr().out.splitlines() == [
         "demo/grpo",
         "held_out at step 12: accuracy 0.2500 (4 tasks, 8 samples)",

@@ -1,5 +1,6 @@
 """`Tracker` against a real sqlite store and a real MLflow server: each metric once per step, whatever happens."""
 
+import itertools
 import json
 import logging
 import math
@@ -55,6 +56,29 @@ def open_tracker(database: Path, tmp_path: Path, request: pytest.FixtureRequest)
     yield open_
     for tracker in opened:
         tracker.close("FAILED", timeout_s=0)
+
+
+def test_mlflows_tables_are_whole_or_absent(
+    open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that ended within their making left a file with which MLflow could not go on, ever."""
+    from mlflow.store.db import utils
+
+    database = tmp_path / "new" / "mlflow.db"
+    make = utils._upgrade_db
+    tries = itertools.count(1)
+
+    def interrupted_once(engine: Any) -> None:
+        if next(tries) == 1:
+            raise OSError("no space left on device")
+        make(engine)
+
+    monkeypatch.setattr(utils, "_upgrade_db", interrupted_once)
+    tracker = open_tracker(uri=f"sqlite:///{database}")
+    tracker.log(1, {"loss": 0.5})
+    assert tracker.close()
+    assert next(tries) == 3
+    assert rows(database, tracker) == [("loss", 1, 0.5)]
 
 
 def rows(database: Path, tracker: Tracker) -> list[tuple[str, int, float]]:
