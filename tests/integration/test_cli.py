@@ -398,7 +398,7 @@ def test_a_prefect_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_wrong_usage_is_an_object_too(tmp_path: Path) -> None:
     place = Workplace.make(tmp_path)
-    for arguments in (("train", "--json"), ("ledger", "nowhere", "--step", "0", "--json"), ("trian", "--json")):
+    for arguments in (("train", "--json"), ("ledger", "nowhere", "--step", "0", "--json"), ("grpo", "--json")):
         ended = place.run(*arguments)
         assert (ended.code, ended.json["error"]["type"], ended.json["error"]["exit_code"]) == (2, "UsageError", 2)
     place.write("staged.yaml", load_config(TWO_STAGES))
