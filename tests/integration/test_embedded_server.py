@@ -92,7 +92,8 @@ def test_a_home_that_cannot_be_used_is_named(tmp_path: Path, home: str) -> None:
     place.write("left.yaml", small_config("runs"))
     (place.folder / "a_file").write_text("not a folder")
     ended = place.run("train", "-c", "left.yaml", "--json", PREFECT_HOME=str(place.folder / home))
-    assert (ended.code, ended.out, ended.left_behind) == (1, "", ()), ended.err
+    assert (ended.code, ended.left_behind) == (1, ()), ended.err
+    assert ended.json["error"]["exit_code"] == 1
     (line,) = ended.err.splitlines()
     assert line.startswith(f"TrinityFlowsError: the embedded Prefect server did not start: {place.folder / home}")
     assert API_URL in line
