@@ -36,6 +36,8 @@ from trinity_tasks.storage import DamagedObject, FileRecord, Storage
 
 FORMAT_VERSION = 1
 _PREFIX = re.compile(r"checkpoints/global_step_\d{8,}-[0-9a-f]{8}(?=/)")
+COMMITTED_MODEL = re.compile(rf"(.+)/({_PREFIX.pattern})/model/?")
+"""URL of the model in a checkpoint: that of its job, and the checkpoint's prefix."""
 _log = logging.getLogger(__name__)
 
 
@@ -242,12 +244,16 @@ class CheckpointStore:
         """Every problem of every object, all bytes read: presence, size, hash, readable. Empty: all is well."""
         return damaged_files(self._store, manifest.prefix, manifest.files)
 
-    def model_folder(self, prefix: str, into: Path) -> Path:
+    def model_folder(self, prefix: str, into: Path) -> Path | None:
         """The HF folder of the checkpoint at `prefix`, verified: itself on a local store, else downloaded to `into`.
 
-        Raises CheckpointError if it is damaged, or no commit names it.
+        None if there are no commits at all, so that nothing can vouch for it. Raises CheckpointError if it is damaged,
+        or none of the commits names it.
         """
-        manifest = next((manifest for manifest in self._newest_first() if manifest.prefix == prefix), None)
+        manifests = self.commits()
+        if not manifests:
+            return None
+        manifest = next((manifest for manifest in manifests if manifest.prefix == prefix), None)
         if manifest is None:
             raise CheckpointError(f"{self._store.where(prefix)} is of no commit: it may be half written; use another")
         files = [file for file in manifest.files if file.path.startswith("model/")]

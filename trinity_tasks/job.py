@@ -7,7 +7,6 @@ content of checkpoints, shards or metrics.
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import secrets
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 from engines.config import Frozen, Resume
 from engines.errors import CheckpointError, ConfigError
 from trinity_tasks.buffer import ExperienceReader
-from trinity_tasks.checkpoint import CheckpointStore
+from trinity_tasks.checkpoint import COMMITTED_MODEL, CheckpointStore
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import changes, fingerprint
 from trinity_tasks.lease import Lease
@@ -31,7 +30,6 @@ from trinity_tasks.tracking import Tracker
 from trinity_tasks.weights import WeightStore
 
 FORMAT_VERSION = 1
-_COMMITTED_MODEL = re.compile(r"(.+)/(checkpoints/global_step_\d{8,}-[0-9a-f]{8})/model/?")
 START_RETRY_S = 5.0
 """How long a start waits for a store that does not answer: a wrong endpoint shall be told at once."""
 
@@ -263,10 +261,10 @@ def fetch_model(model_path: str, into: Path) -> Path:
     none, CheckpointError if it is damaged or no commit vouches for it.
     """
     local = Path(model_path).expanduser()
-    if (found := _COMMITTED_MODEL.fullmatch(model_path)) is not None:
+    if (found := COMMITTED_MODEL.fullmatch(model_path)) is not None:
         checkpoints = CheckpointStore(Storage(found[1]).with_retry_s(START_RETRY_S))
-        if checkpoints.commits():
-            return checkpoints.model_folder(found[2], into)
+        if (folder := checkpoints.model_folder(found[2], into)) is not None:
+            return folder
     if local.is_dir():
         return local
     if "://" not in model_path:

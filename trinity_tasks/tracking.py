@@ -35,7 +35,7 @@ from trinity_tasks.outbox import Outbox
 from trinity_tasks.spool import Point, Spool, default_folder
 from trinity_tasks.storage import Storage
 from trinity_tasks.tracked_values import MAX_TAG_LENGTH, flatten_params, legal_tags, mask_secrets, sanitize_name
-from trinity_tasks.tracking_uri import MonitorLike, sqlite_folder, tracking_uri
+from trinity_tasks.tracking_uri import MonitorLike, sqlite_file, tracking_uri
 
 logger = logging.getLogger(__name__)
 
@@ -411,13 +411,13 @@ def _mlflow_client(uri: str) -> Any:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     }.items():
         os.environ.setdefault(name, value)
-    if (folder := sqlite_folder(uri)) is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    if (database := sqlite_file(uri)) is not None:
+        database.parent.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore", message="The ``noload`` loader strategy")  # mlflow 3.17 with SQLAlchemy 2.1
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
-    if folder is not None and not (database := folder / Path(uri).name).exists():
+    if database is not None and not database.exists():
         _create_database(database)
     return MlflowClient(tracking_uri=uri)
 
@@ -465,8 +465,8 @@ def _experiment_id(client: Any, identity: _Identity) -> str:
 
     experiment = client.get_experiment_by_name(identity.experiment)
     if experiment is None:
-        folder = sqlite_folder(identity.uri)
-        location = folder and (folder / "mlflow-artifacts" / quote(identity.experiment, safe="")).as_uri()
+        database = sqlite_file(identity.uri)
+        location = database and (database.parent / "mlflow-artifacts" / quote(identity.experiment, safe="")).as_uri()
         try:
             return str(client.create_experiment(identity.experiment, artifact_location=location))
         except MlflowException as error:

@@ -48,6 +48,7 @@ def tracking_uri(monitor: MonitorLike, root_dir: str) -> str:
     return uri
 
 
-def sqlite_folder(uri: str) -> Path | None:
-    """Folder of a sqlite database; artifacts lie beside it. None for anything else."""
-    return Path(uri.removeprefix("sqlite:///")).absolute().parent if uri.startswith("sqlite:///") else None
+def sqlite_file(uri: str) -> Path | None:
+    """The file of a sqlite database; artifacts lie beside it. None for anything else."""
+    name = uri.removeprefix("sqlite:///").partition("?")[0]  # after it come the driver's options
+    return None if name in (uri.partition("?")[0], "", ":memory:") else Path(name).absolute()

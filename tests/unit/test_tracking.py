@@ -25,7 +25,7 @@ from trinity_tasks.config import MonitorConfig
 from trinity_tasks.delivery import Pace
 from trinity_tasks.spool import Point
 from trinity_tasks.tracking import Tracker
-from trinity_tasks.tracking_uri import tracking_uri
+from trinity_tasks.tracking_uri import sqlite_file, tracking_uri
 
 FAST = Pace(interval_s=0.05, first_backoff_s=0.05, max_backoff_s=0.2, closing_backoff_s=0.1)
 Open = Callable[..., Tracker]
@@ -56,6 +56,22 @@ def open_tracker(database: Path, tmp_path: Path, request: pytest.FixtureRequest)
     yield open_
     for tracker in opened:
         tracker.close("FAILED", timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("uri", "file"),
+    [
+        ("sqlite:////data/mlflow.db", Path("/data/mlflow.db")),
+        ("sqlite:////data/mlflow.db?timeout=5", Path("/data/mlflow.db")),
+        ("sqlite:///runs/mlflow.db", Path.cwd() / "runs" / "mlflow.db"),
+        ("sqlite:///:memory:", None),
+        ("sqlite://", None),
+        ("http://host:5000", None),
+        ("postgresql://host/db?sslmode=require", None),
+    ],
+)
+def test_the_file_of_a_database_is_known_from_its_address(uri: str, file: Path | None) -> None:
+    assert sqlite_file(uri) == file
 
 
 def test_mlflows_tables_are_whole_or_absent(
