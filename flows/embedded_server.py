@@ -29,6 +29,8 @@ LONGEST_START_S = 180
 LONGEST_DRAIN_S = 60
 COMMAND = (sys.executable, "-P", "-W", "ignore", __file__)
 """Runs this file. -P: modules in its folder have names of the standard library's kind."""
+NICENESS = 10
+"""Added once it has started: on a machine that is full, training comes before keeping its history."""
 LOG_NAME = "embedded-server.log"
 LOCK_NAME = "embedded-server.lock"
 
@@ -137,6 +139,7 @@ def serve() -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             with FileLock(settings.home / LOCK_NAME):  # two at once would both create the tables
                 await super().startup(sockets)
+            os.nice(NICENESS)
 
     app = create_app(ephemeral=True, final=True)
     watch.server = Server(uvicorn.Config(app, log_level="error", ws_per_message_deflate=False))

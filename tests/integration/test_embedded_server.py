@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
 
-from flows.embedded_server import API_URL, LOG_NAME
+from flows.embedded_server import API_URL, COMMAND, LOG_NAME, NICENESS
 from tests.integration.command import Ended, Workplace
 from tests.integration.small_job import small_config
 
@@ -84,6 +84,20 @@ def test_none_is_started_where_another_one_is_named(both: list[Ended], place: Wo
     assert len(runs) == len(NAMES) + 1
     assert not (home / LOG_NAME).exists()
     assert not (home / "prefect.db").exists()
+
+
+def test_it_makes_way_for_the_training(place: Workplace) -> None:
+    """Once it has started: the start itself is waited for."""
+    environment = {name: value for name, value in os.environ.items() if name != API_URL}
+    environment["PREFECT_HOME"] = str(place.home)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(COMMAND, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        port = cast("IO[str]", process.stdout).readline().strip()
+        urlopen(f"http://127.0.0.1:{port}/api/health", timeout=LONGEST_START_S).close()
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(own + NICENESS, 19)
+        cast("IO[str]", process.stdin).close()
+        assert process.wait(LONGEST_START_S) == 0
 
 
 @pytest.mark.parametrize("home", ["a_file", "/proc/nowhere/home"])
