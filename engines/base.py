@@ -68,6 +68,10 @@ class TrainEngineWrapper(ABC):
 
     model_dir: Path | None = None
     """Local HF folder to start from, when the model comes from storage. Read by `prepare`."""
+    teacher_model_dir: Path | None = None
+    """The same for model.teacher_model_path."""
+    critic_model_dir: Path | None = None
+    """The same for model.critic_model_path."""
     restore_dir: Path | None = None
     """Local folder of a complete snapshot to resume from. Read by `prepare`."""
     staging_dir: Path | None = None

@@ -52,6 +52,10 @@ class ModelConfig(Frozen):
     """Needed with `architecture`; with `model_path` the folder's own tokenizer is used."""
     dtype: Annotated[Literal["float32", "bfloat16"], Resume.FORK] = "float32"
     """Precision of the matrix products. Weights and the softmax are float32 in both."""
+    teacher_model_path: Annotated[str | None, Resume.FORK] = None
+    """HF folder of a teacher, for distillation. None: rows bring its logprobs."""
+    critic_model_path: Annotated[str | None, Resume.FORK] = None
+    """HF folder that the critic starts from. None: the model itself."""
     temperature: Annotated[float, Resume.FORK] = Field(default=1.0, ge=0, le=100)
     """Sampling temperature; logprobs are taken at it, once. 0: greedy, logprobs untempered."""
     max_model_len: Annotated[int, Resume.FORK] = Field(default=2048, ge=2)
@@ -107,6 +111,24 @@ class OptimizerConfig(Frozen):
     """Largest global gradient norm."""
 
 
+class CriticConfig(Frozen):
+    """The critic of algorithms with values."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Its optimizer and learning-rate schedule."""
+    cliprange_value: Annotated[float, Resume.FORK] = Field(default=0.5, gt=0)
+    """Farthest that a value may usefully move in one step."""
+
+
+class PartConfig(Frozen):
+    """A part of an algorithm by name, with its parameters."""
+
+    name: Annotated[str, Resume.FORK]
+    """What it is called."""
+    args: Annotated[dict[str, Any], Resume.FORK] = Field(default_factory=dict)
+    """Changes only the parameters that it names."""
+
+
 class AlgorithmConfig(Frozen):
     """An algorithm by name, and what differs from its preset. `engines.algorithms.presets.resolve` reads it."""
 
@@ -128,6 +150,10 @@ class AlgorithmConfig(Frozen):
     """KL estimator to the reference model, in the loss. None: the preset's."""
     kl_loss_fn_args: Annotated[dict[str, Any], Resume.FORK] = {}
     """Changes only the parameters that it names; `kl_coef` is the coefficient."""
+    kl_penalty_fn: Annotated[str | None, Resume.FORK] = None
+    """KL estimator to the reference model, in the reward. None: the preset's."""
+    kl_penalty_fn_args: Annotated[dict[str, Any], Resume.FORK] = {}
+    """Changes only the parameters that it names; `kl_coef` is the coefficient."""
     entropy_loss_fn: Annotated[str | None, Resume.FORK] = None
     """Entropy bonus by name. None: the preset's."""
     entropy_loss_fn_args: Annotated[dict[str, Any], Resume.FORK] = {}
@@ -137,8 +163,19 @@ class AlgorithmConfig(Frozen):
         Resume.FORK,
     ] = None
     """How token losses become one number. None: the preset's."""
-    bypass_old_logprobs: Annotated[bool, Resume.FORK] = True
-    """True: the sampler's logprobs are the old logprobs. False: recompute them with the trained weights."""
+    bypass_old_logprobs: Annotated[bool | None, Resume.FORK] = None
+    """True: the sampler's logprobs are the old logprobs. False: recompute them with the trained weights. None: the
+    preset's."""
+    rollout_correction: Annotated[PartConfig | None, Resume.FORK] = None
+    """Weights for the difference between sampler and trainer: truncate, mask or full. None: the preset's."""
+    overlong_shaping: Annotated[PartConfig | None, Resume.FORK] = None
+    """Lower rewards of very long responses: overlong; or none. None: the preset's."""
+    filters: Annotated[tuple[PartConfig, ...] | None, Resume.FORK] = None
+    """Which rows take part, one after another. None: the preset's."""
+    mask_truncated: Annotated[bool | None, Resume.FORK] = None
+    """Responses that were cut at the limit do not train. None: the preset's."""
+    critic: CriticConfig = CriticConfig()
+    """The critic, if the algorithm has one."""
 
 
 class EngineConfig(Frozen):
@@ -149,6 +186,8 @@ class EngineConfig(Frozen):
     algorithm: AlgorithmConfig
     total_steps: int | None
     """Train steps the job will make, for schedules that decay; None: open-ended."""
+    critic_warmup: int = 0
+    """Train steps in which only the critic learns."""
     updates_per_step: int = 1
     """optimizer.step() calls per train step."""
     max_token_len_per_gpu: int = 2048

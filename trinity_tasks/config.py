@@ -135,6 +135,8 @@ class TrainerConfig(Frozen):
     """Token budget of a micro-batch."""
     max_nonfinite_steps: Annotated[int, Resume.SAFE] = Field(default=3, ge=1)
     """Consecutive updates skipped for a non-finite loss or gradient before the run fails."""
+    critic_warmup: Annotated[int, Resume.FORK] = Field(default=0, ge=0)
+    """Train steps in which only the critic learns; without a critic it has no effect."""
     num_threads: Annotated[int | None, Resume.FORK] = Field(default=None, ge=1)
     """torch threads within an operation. None: torch's choice."""
 
@@ -309,6 +311,7 @@ class Config(Frozen):
             model=self.model,
             algorithm=self.algorithm,
             total_steps=self.trainer.total_steps,
+            critic_warmup=self.trainer.critic_warmup,
             max_token_len_per_gpu=self.trainer.max_token_len_per_gpu,
             max_nonfinite_steps=self.trainer.max_nonfinite_steps,
             num_threads=self.trainer.num_threads,

@@ -110,8 +110,10 @@ class Trainer:
         """
         self.job = Job.open(self.config)
         self._scratch = self.job.new_scratch()
-        if self.config.model.model_path is not None:
-            self.engine.model_dir = fetch_model(self.config.model.model_path, self._scratch / "initial_model")
+        model = self.config.model
+        self.engine.model_dir = self._fetched(model.model_path, "initial_model")
+        self.engine.teacher_model_dir = self._fetched(model.teacher_model_path, "teacher_model")
+        self.engine.critic_model_dir = self._fetched(model.critic_model_path, "critic_model")
         manifest = self.job.checkpoints.restore_latest(self._scratch / "restored")
         if manifest is not None:
             self.engine.restore_dir = self._scratch / "restored"
@@ -133,6 +135,10 @@ class Trainer:
         await self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
         if self.config.synchronizer.sync_method != "memory":
             await self.sync_weight()  # before anyone waits for weights; after a resume, those of the commit
+
+    def _fetched(self, path: str | None, name: str) -> Path | None:
+        assert self._scratch is not None
+        return None if path is None else fetch_model(path, self._scratch / name)
 
     def _restore(self, manifest: Manifest | None) -> None:
         self._last_sync_step = self.train_step_num

@@ -1,4 +1,7 @@
-"""Binds params to functions, by type, and adds up the terms of a loss. Owns: which function a params class means."""
+"""An algorithm's functions, found once by the names that its params carry, and the sum of its terms.
+
+Owns: that the terms of a loss add up. Does not own: formulas, or division (`engines.algorithms.reduce`).
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,51 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.algorithms.advantages import AdvantageInputs, Advantages, grpo
-from engines.algorithms.entropy import entropy_bonus
 from engines.algorithms.inputs import LossInputs, Reduction, Stat, TokenLoss
-from engines.algorithms.kl import kl_in_loss
-from engines.algorithms.losses import ppo_clip, sft
-from engines.algorithms.reduce import Counts, aggregate
-from engines.algorithms.spec import Algorithm, EntropyBonus, Grpo, KlInLoss, PpoClip, Sft
+from engines.algorithms.reduce import CountsByPart, aggregate
+from engines.algorithms.spec import Algorithm, Params, function_of
 
-ADVANTAGES: dict[type, Callable[[AdvantageInputs, Any], Advantages]] = {Grpo: grpo}
-LOSSES: dict[type, Callable[[LossInputs, Any], TokenLoss]] = {PpoClip: ppo_clip, Sft: sft}
-KL_TERMS: dict[type, Callable[[LossInputs, Any], TokenLoss]] = {KlInLoss: kl_in_loss}
-ENTROPY_TERMS: dict[type, Callable[[LossInputs, Any], TokenLoss]] = {EntropyBonus: entropy_bonus}
+Term = Callable[[LossInputs, Any], TokenLoss | tuple[TokenLoss, ...]]
 
 
-def advantage_fn(algorithm: Algorithm) -> Callable[[AdvantageInputs], Advantages] | None:
-    """The advantage function with its parameters; None if the algorithm has no advantages."""
-    params = algorithm.advantage
-    if params is None:
-        return None
-    function = ADVANTAGES[type(params)]
-    return lambda inputs: function(inputs, params)
+class Objective:
+    """The loss of an algorithm.
 
+    Example:
+        >>> objective = Objective(algorithm)                  # doctest: +SKIP
+        >>> loss, stats = objective.loss(inputs, counts)      # doctest: +SKIP
+    """
 
-def total_loss(algorithm: Algorithm, x: LossInputs, counts: Counts) -> tuple[Tensor, dict[str, Stat]]:
-    """This micro-batch's share of the update's loss, and its stats. Shares of all micro-batches add up."""
-    terms = {"loss/policy": LOSSES[type(algorithm.loss)](x, algorithm.loss)}
-    if "reference" in algorithm.needs:
-        terms["loss/kl"] = KL_TERMS[type(algorithm.kl)](x, algorithm.kl)
-    if "entropy" in algorithm.needs:
-        terms["loss/entropy"] = ENTROPY_TERMS[type(algorithm.entropy)](x, algorithm.entropy)
-    shares = {key: aggregate(term, x, algorithm.aggregation, counts) for key, term in terms.items()}
-    total = sum(shares.values(), start=x.logprobs.new_zeros(()))
-    stats = {key: Stat(share.detach(), Reduction.SUM) for key, share in (shares | {"loss/total": total}).items()}
-    for term in terms.values():
-        stats |= term.stats
-    return total, stats
+    def __init__(self, algorithm: Algorithm) -> None:
+        """Raises ConfigError for a function that does not exist."""
+        self.algorithm = algorithm
+        self._terms: dict[str, tuple[Term, Params]] = {"loss/policy": (function_of(algorithm.loss), algorithm.loss)}
+        if algorithm.kl.kl_coef:
+            self._terms["loss/kl"] = (function_of(algorithm.kl), algorithm.kl)
+        if algorithm.entropy.entropy_coef:
+            self._terms["loss/entropy"] = (function_of(algorithm.entropy), algorithm.entropy)
+        correction = algorithm.correction
+        self._correction = None if correction is None else (function_of(correction), correction)
+
+    def set_kl_coefficient(self, coefficient: float) -> None:
+        """Use this coefficient from now on."""
+        function, params = self._terms["loss/kl"]
+        self._terms["loss/kl"] = (function, params.model_copy(update={"kl_coef": coefficient}))
+
+    def loss(self, x: LossInputs, counts: CountsByPart) -> tuple[Tensor, dict[str, Stat]]:
+        """This micro-batch's share of the update's loss, and its stats. Shares of all micro-batches add up."""
+        stats: dict[str, Stat] = {}
+        total = x.logprobs.new_zeros(())
+        for key, (term, term_params) in self._terms.items():
+            parts = term(x, term_params)
+            share = x.logprobs.new_zeros(())
+            for part in parts if isinstance(parts, tuple) else (parts,):
+                if key == "loss/policy" and self._correction is not None:
+                    function, params = self._correction
+                    part = function(part, x, params)
+                share = share + aggregate(part, x.part(part.part), self.algorithm.aggregation, counts[part.part])
+                stats |= {name: stat._replace(part=part.part) for name, stat in part.stats.items()}
+            stats[key] = Stat(share.detach(), Reduction.SUM)
+            total = total + share
+        stats["loss/total"] = Stat(total.detach(), Reduction.SUM)
+        return total, stats

@@ -13,12 +13,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engines.algorithms.inputs import LossInputs, Reduction, Stat, TokenLoss, Unit
+from engines.algorithms.inputs import LossInputs, Part, Reduction, Stat, TokenLoss, Unit
 from engines.algorithms.spec import Aggregation
 
 ACROSS_UPDATES: dict[Reduction, Literal["mean", "max", "min"]] = {
     Reduction.TOKEN_MEAN: "mean",
     Reduction.SEQUENCE_MEAN: "mean",
+    Reduction.PAIR_MEAN: "mean",
     Reduction.SUM: "mean",
     Reduction.MAX: "max",
     Reduction.MIN: "min",
@@ -28,7 +29,7 @@ ACROSS_UPDATES: dict[Reduction, Literal["mean", "max", "min"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Global denominators of one update."""
+    """Global denominators of one update, or of the rows of one part of it."""
 
     tokens: int
     """Action tokens."""
@@ -42,11 +43,40 @@ class Counts:
         """Count rows given their action tokens and response tokens."""
         return cls(sum(num_actions), sum(count > 0 for count in num_actions), max(response_lengths, default=0))
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of rows, if rows come in pairs."""
+        return self.sequences // 2
+
+
+CountsByPart = Mapping[Part, Counts]
+
+
+def counts_by_part(
+    num_actions: Sequence[int], response_lengths: Sequence[int], is_expert: Sequence[bool]
+) -> CountsByPart:
+    """Count all rows, and the sampled and the expert ones among them."""
+
+    def of(rows: Sequence[int]) -> Counts:
+        return Counts.of([num_actions[row] for row in rows], [response_lengths[row] for row in rows])
+
+    rows = range(len(num_actions))
+    return {
+        Part.ALL: of(rows),
+        Part.SAMPLED: of([row for row in rows if not is_expert[row]]),
+        Part.EXPERT: of([row for row in rows if is_expert[row]]),
+    }
+
 
 def aggregate(loss: TokenLoss, x: LossInputs, mode: Aggregation, counts: Counts) -> Tensor:
-    """This micro-batch's share of the loss of the update, a scalar; the shares of all micro-batches add up to it."""
+    """This micro-batch's share of the loss of the update, a scalar; the shares of all micro-batches add up to it.
+
+    `x` and `counts` are those of the loss's part.
+    """
     if loss.unit is Unit.SEQUENCE:
         return loss.value.sum() / max(counts.sequences, 1)
+    if loss.unit is Unit.PAIR:
+        return loss.value.sum() / max(counts.pairs, 1)
     match mode:
         case "token-mean":
             return loss.value.sum() / max(counts.tokens, 1)
@@ -96,18 +126,29 @@ class StatTotals:
         """Take in one micro-batch."""
         for key, stat in stats.items():
             known = self.totals.get(key)
-            self.totals[key] = stat if known is None else Stat(_combine(known, stat), stat.reduction)
+            self.totals[key] = stat if known is None else stat._replace(value=_combine(known, stat))
 
-    def numbers(self, counts: Counts) -> dict[str, Number]:
+    def numbers(self, counts: CountsByPart) -> dict[str, Number]:
         """Finish: one transfer from the device for all of them."""
         if not self.totals:
             return {}
         values = torch.stack([stat.value.double() for stat in self.totals.values()]).tolist()
-        divisors = {Reduction.TOKEN_MEAN: max(counts.tokens, 1), Reduction.SEQUENCE_MEAN: max(counts.sequences, 1)}
         return {
-            key: Number(value / divisors.get(stat.reduction, 1), ACROSS_UPDATES[stat.reduction])
+            key: Number(value / _divisor(stat, counts[stat.part]), ACROSS_UPDATES[stat.reduction])
             for (key, stat), value in zip(self.totals.items(), values, strict=True)
         }
+
+
+def _divisor(stat: Stat, counts: Counts) -> int:
+    match stat.reduction:
+        case Reduction.TOKEN_MEAN:
+            return max(counts.tokens, 1)
+        case Reduction.SEQUENCE_MEAN:
+            return max(counts.sequences, 1)
+        case Reduction.PAIR_MEAN:
+            return max(counts.pairs, 1)
+        case _:
+            return 1
 
 
 def _combine(one: Stat, other: Stat) -> Tensor:

@@ -1,4 +1,4 @@
-"""Experiences to micro-batches under a token budget. Owns: order, padding, and which hidden state predicts which token.
+"""Rows to micro-batches under a token budget. Owns: order, padding, and which hidden state predicts which token.
 
 Rows are sorted by length and never split. A row gives the model only the tokens that it needs: everything up to the
 last trained token, that token excluded. Two layouts: `packed` (one stream, attention per block, next to no padding) and
@@ -18,28 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engines.experience import Experience
 from engines.hf.attention import Block
+from engines.rows import PerRow, Row
 
 Layout = Literal["packed", "rows"]
 
 MERGE_TOKENS = 2
 """Padding that is cheaper than one more attention call per layer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """The trained part of one experience: A action tokens out of L."""
-
-    tokens: npt.NDArray[np.int64]
-    """[L] prompt and response, cut after the last trained token."""
-    actions: npt.NDArray[np.int64]
-    """[A] positions in `tokens` of the trained tokens, ascending, each at least 1."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the model must read: the last trained token is predicted, never read."""
-        return len(self.tokens) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,40 +57,55 @@ class MicroBatch:
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
         return inputs | {"blocks": self.blocks} if self.blocks else inputs
 
-
-def trained_row(experience: Experience) -> Row | None:
-    """What of this experience trains; None if its action mask is empty."""
-    if experience.action_mask is None or not experience.action_mask.any():
-        return None
-    actions = np.flatnonzero(experience.action_mask) + experience.prompt_length
-    return Row(experience.tokens[: actions[-1] + 1].astype(np.int64), actions.astype(np.int64))
+    def scatter(self, values: Tensor, result: PerRow) -> None:
+        """Put [A] values of this micro-batch where its rows are in the list that it was cut from."""
+        counts = torch.bincount(self.row_of_token, minlength=len(self.rows)).tolist()
+        parts = np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])
+        for index, part in zip(self.rows, parts, strict=True):
+            result[index] = part
 
 
 def micro_batches(
-    rows: Sequence[Row], budget: int, layout: Layout = "packed", device: torch.device | str = "cpu"
+    rows: Sequence[Row],
+    budget: int,
+    layout: Layout = "packed",
+    device: torch.device | str = "cpu",
+    *,
+    together: int = 1,
 ) -> list[MicroBatch]:
-    """Rows, longest first, in micro-batches of at most `budget` tokens with padding; a longer row stands alone."""
-    order = sorted(range(len(rows)), key=lambda index: -rows[index].length)
+    """Rows, longest first, in micro-batches of at most `budget` tokens with padding; a longer row stands alone.
+
+    Rows without an action are left out. together: so many rows in a row, those of a pair, are never separated.
+    """
+    units = [range(start, start + together) for start in range(0, len(rows), together) if len(rows[start].actions)]
+    units.sort(key=lambda unit: -max(rows[index].length for index in unit))
     batches: list[MicroBatch] = []
     taken: list[int] = []
     blocks: list[Block] = []
-    for index in order:
-        grown = _with_row(blocks, rows[index].length, layout)
+    for unit in units:
+        lengths = [rows[index].length for index in unit]
+        grown = _with_rows(blocks, lengths, layout)
         if taken and sum(block.num_rows * block.length for block in grown) > budget:
             batches.append(_assemble(rows, taken, blocks, layout, device))
-            taken, grown = [], [Block(1, rows[index].length)]
-        taken.append(index)
+            taken, grown = [], _with_rows([], lengths, layout)
+        taken.extend(unit)
         blocks = grown
     if taken:
         batches.append(_assemble(rows, taken, blocks, layout, device))
     return batches
 
 
-def _with_row(blocks: list[Block], length: int, layout: Layout) -> list[Block]:
-    """The blocks after one more row, not longer than those before it."""
-    if blocks and (layout == "rows" or blocks[-1].length - length <= MERGE_TOKENS / blocks[-1].num_rows):
-        return [*blocks[:-1], Block(blocks[-1].num_rows + 1, blocks[-1].length)]
-    return [*blocks, Block(1, length)]
+def _with_rows(blocks: list[Block], lengths: Sequence[int], layout: Layout) -> list[Block]:
+    """The blocks after more rows; in the packed layout one that fits a block nearly joins it."""
+    for length in lengths:
+        last = blocks[-1] if blocks else Block(0, length)
+        if layout == "rows":
+            blocks = [Block(last.num_rows + 1, max(last.length, length))]
+        elif last.num_rows and 0 <= last.length - length <= MERGE_TOKENS / last.num_rows:
+            blocks = [*blocks[:-1], Block(last.num_rows + 1, last.length)]
+        else:
+            blocks = [*blocks, Block(1, length)]
+    return blocks
 
 
 def _assemble(

@@ -17,22 +17,19 @@ from typing import TypeVar
 
 import torch
 
-from engines.algorithms.objective import advantage_fn
 from engines.algorithms.presets import resolve
 from engines.base import Sampler, TrainEngineWrapper
 from engines.config import EngineConfig
-from engines.errors import CheckpointError, ConfigError, EngineError, TrinityFlowsError
+from engines.errors import DataError, EngineError, TrinityFlowsError
 from engines.experience import Experience
 from engines.hf import model as hf_model
 from engines.hf import state
-from engines.hf.model import LoadedModel, Policy
-from engines.hf.optim import AdamW
+from engines.hf.model import LoadedModel
+from engines.hf.models import CRITIC, DTYPES, Folders, Models, build
 from engines.hf.sampler import HfSampler
-from engines.hf.step import StepReport, StepRows, TrainStep
+from engines.hf.step import StepReport, TrainStep
 from engines.intake import Limits, take_in
 from engines.text import Tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Result = TypeVar("Result")
 
@@ -41,11 +38,15 @@ Result = TypeVar("Result")
 class _Parts:
     """What `prepare` builds; gone after a failure."""
 
-    loaded: LoadedModel
-    optimizer: AdamW
+    models: Models
     step: TrainStep
     limits: Limits
     consecutive_nonfinite: int
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that is trained."""
+        return self.models.loaded
 
 
 class HfEngine(TrainEngineWrapper):
@@ -61,7 +62,6 @@ class HfEngine(TrainEngineWrapper):
         """Raises ConfigError for an algorithm that does not exist; loads nothing yet."""
         self._config = config
         self._algorithm = resolve(config.algorithm)
-        self._advantage_fn = advantage_fn(self._algorithm)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._parts: _Parts | None = None
         self._why_unusable = "prepare() has not been called"
@@ -135,57 +135,46 @@ class HfEngine(TrainEngineWrapper):
 
     def _prepare(self) -> None:
         self._discard("prepare() failed")
-        config = self._config
-        if config.model.dtype not in DTYPES:
-            raise ConfigError(f"model.dtype = {config.model.dtype!r}; this engine knows {', '.join(DTYPES)}")
-        loaded = self._load_model()
-        policy, reference = self._policy(loaded), None
-        if "reference" in self._algorithm.needs:
-            reference = self._policy(hf_model.load(config.model, self.model_dir, config.seed, self._device))
-            reference.model.requires_grad_(False)
-        total = None if config.total_steps is None else config.total_steps * config.updates_per_step
-        optimizer = AdamW(loaded.model, config.algorithm.optimizer, total)
-        counters = {"train_step_num": 0, "consecutive_nonfinite": 0}
-        if self.restore_dir is not None:
-            counters = state.read(self.restore_dir, optimizer)
+        config, restore = self._config, self.restore_dir
+        folders = Folders(self.model_dir, self.teacher_model_dir, self.critic_model_dir, restore)
+        models = build(config, self._algorithm, folders, self._device)
+        step = TrainStep(models, self._algorithm, config.max_token_len_per_gpu, config.critic_warmup)
+        if restore is not None:
+            kept = state.read(restore, models.optimizers)
         else:
+            kept = state.EngineState()
             state.seed_everything(config.seed)
-        self._parts = _Parts(
-            loaded=loaded,
-            optimizer=optimizer,
-            step=TrainStep(policy, reference, optimizer, self._algorithm, config.max_token_len_per_gpu),
-            limits=Limits(loaded.vocab_size, config.model.max_model_len),
-            consecutive_nonfinite=counters["consecutive_nonfinite"],
+        step.set_kl_coefficients(kept.kl_coefficients)
+        limits = Limits(
+            models.loaded.vocab_size,
+            config.model.max_model_len,
+            config.model.max_response_tokens,
+            has_teacher=models.teacher is not None,
         )
-        self._train_step_num = counters["train_step_num"]
-
-    def _load_model(self) -> LoadedModel:
-        if self.restore_dir is None:
-            return hf_model.load(self._config.model, self.model_dir, self._config.seed, self._device)
-        try:
-            return hf_model.load(self._config.model, self.restore_dir / state.MODEL, self._config.seed, self._device)
-        except (ConfigError, EngineError) as error:
-            raise CheckpointError(
-                f"the model of the snapshot in {self.restore_dir} cannot be restored: {error}"
-            ) from error
-
-    def _policy(self, loaded: LoadedModel) -> Policy:
-        return Policy(loaded.model, self._config.model.temperature, DTYPES[self._config.model.dtype])
+        self._parts = _Parts(models, step, limits, kept.consecutive_nonfinite)
+        self._train_step_num = kept.train_step_num
 
     def _train_step(self, exps: list[Experience]) -> dict[str, float]:
         parts, start = self._usable(), time.perf_counter()
-        intake = take_in(exps, self._algorithm, self._advantage_fn, parts.limits)  # DataError: nothing has changed
-        rows = StepRows.of(intake, self._algorithm)
+        intake = take_in(exps, self._algorithm, parts.limits)
         try:
-            report = parts.step.run(rows, self._config.updates_per_step, parts.consecutive_nonfinite)
+            report = parts.step.run(
+                intake.rows,
+                self._config.updates_per_step,
+                step=self._train_step_num,
+                seed=self._config.seed + self._train_step_num,
+                consecutive_nonfinite=parts.consecutive_nonfinite,
+            )
             self._check_nonfinite(report)
+        except DataError:  # the batch is refused, and nothing has changed
+            raise
         except TrinityFlowsError as error:
             self._discard(f"train step {self._train_step_num + 1} failed: {error}")
             raise
         except Exception as error:  # the engine worker boundary: whatever torch raises, the weights are now unknown
             self._discard(f"train step {self._train_step_num + 1} failed: {error}")
             raise EngineError(
-                f"train step {self._train_step_num + 1} of {len(rows.rows)} rows failed with {type(error).__name__}: "
+                f"train step {self._train_step_num + 1} of {len(intake.rows)} rows failed with {type(error).__name__}: "
                 f"{error}; prepare again to go on from the last checkpoint, with a lower trainer.max_token_len_per_gpu "
                 "if memory ran out"
             ) from error
@@ -196,12 +185,12 @@ class HfEngine(TrainEngineWrapper):
             intake.stats
             | report.metrics
             | {
-                "data/num_trained_tokens": float(sum(len(row.actions) for row in rows.rows)),
+                "data/num_trained_tokens": float(report.num_trained_tokens),
                 "update/num_applied": float(report.num_applied),
                 "update/num_skipped": float(report.num_empty + report.num_nonfinite),
                 "update/num_nonfinite": float(report.num_nonfinite),
                 "time/engine_s": seconds,
-                "perf/tokens_per_s": sum(len(exp.tokens) for exp in intake.rows) / seconds,
+                "perf/tokens_per_s": report.num_read_tokens / seconds,
             }
         )
 
@@ -215,8 +204,10 @@ class HfEngine(TrainEngineWrapper):
 
     def _save_checkpoint(self) -> None:
         parts, folder = self._usable(), self._save_model()
-        counters = {"train_step_num": self._train_step_num, "consecutive_nonfinite": parts.consecutive_nonfinite}
-        state.write(folder, parts.optimizer, counters)
+        if parts.models.critic is not None:
+            parts.models.critic.save(folder / CRITIC)
+        kept = state.EngineState(self._train_step_num, parts.consecutive_nonfinite, dict(parts.step.kl_coefficients))
+        state.write(folder, parts.models.optimizers, kept)
 
     def _save_model(self) -> Path:
         parts, folder = self._usable(), self.staging_dir

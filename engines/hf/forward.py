@@ -54,6 +54,25 @@ def token_logprobs(
     return outputs if entropy else (outputs, None)
 
 
+@torch.no_grad()
+def token_distributions(
+    hidden: Tensor, head: Head, temperature: float = 1.0, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Of each distribution the entropy H in nats, and the sum over the vocabulary of p^2 (H + log p).
+
+    hidden [N, d] -> [N] and [N].
+    """
+    cast_hidden, cast_weight = hidden.to(dtype), head.weight.to(dtype)
+    precise = torch.promote_types(dtype, torch.float32)
+    entropies, scores = (hidden.new_empty(len(hidden), dtype=precise) for _ in range(2))
+    for rows in _chunks(len(hidden), len(head.weight)):
+        log_probs = torch.log_softmax(_tempered_logits(cast_hidden[rows], cast_weight, head.bias, temperature), dim=-1)
+        probs = log_probs.exp()
+        entropies[rows] = -(probs * log_probs).sum(-1)
+        scores[rows] = (probs.square() * (log_probs + entropies[rows, None])).sum(-1)
+    return entropies, scores
+
+
 def _tempered_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = hidden @ weight.t()
     if logits.dtype in (torch.bfloat16, torch.float16):

@@ -21,9 +21,10 @@ from transformers.utils.logging import disable_progress_bar
 from engines.config import ModelConfig
 from engines.errors import ConfigError, EngineError
 from engines.hf.attention import ATTENTION
-from engines.hf.batch import Layout, MicroBatch, Row, micro_batches
-from engines.hf.forward import Head, token_logprobs
+from engines.hf.batch import Layout, MicroBatch, micro_batches
+from engines.hf.forward import Head, token_distributions, token_logprobs
 from engines.plugins import hint
+from engines.rows import Row
 from engines.text import build_tokenizer
 
 disable_progress_bar()  # of transformers: it would write over our own display
@@ -96,12 +97,20 @@ class Policy:
         self.head = Head(output.weight, output.bias)
         self.layout: Layout = _choose_layout(self)
 
-    def logprobs(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """[A] logprobs of the action tokens, and with `entropy` [A] entropies in nats."""
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """[A, d] the state before each action token."""
         with torch.autocast(batch.input_ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden = self.model.base_model(**batch.model_inputs, use_cache=False).last_hidden_state
-        predictors = hidden.flatten(0, 1).index_select(0, batch.predictors)
-        return token_logprobs(predictors, self.head, batch.targets, self.temperature, dtype=self.dtype, entropy=entropy)
+        return hidden.flatten(0, 1).index_select(0, batch.predictors)
+
+    def logprobs(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """[A] logprobs of the action tokens, and with `entropy` [A] entropies in nats."""
+        hidden = self.hidden(batch)
+        return token_logprobs(hidden, self.head, batch.targets, self.temperature, dtype=self.dtype, entropy=entropy)
+
+    def distributions(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[A] entropies H in nats, and [A] sums over the vocabulary of p^2 (H + log p). No gradient."""
+        return token_distributions(self.hidden(batch), self.head, self.temperature, dtype=self.dtype)
 
 
 def _build(config: ModelConfig, seed: int) -> LoadedModel:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +20,49 @@ from safetensors.torch import load_file, save_file
 from engines.errors import CheckpointError
 from engines.hf.optim import AdamW
 
-FORMAT = 1
+FORMAT = 2
 MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "engine_state.json"
 
 
-def write(folder: Path, optimizer: AdamW, counters: dict[str, int]) -> None:
-    """Write optimizer, counters and random states into `folder`; the model is written by `engines.hf.model.save`."""
-    tensors = {key: value.contiguous() for key, value in optimizer.tensors().items()}
-    save_file(tensors, folder / OPTIMIZER)
-    state = {"format": FORMAT, "num_updates": optimizer.num_updates, "counters": counters, "rng": _rng_states()}
-    (folder / STATE).write_text(json.dumps(state, indent=1))
+@dataclass(slots=True)
+class EngineState:
+    """What goes on beside the weights and the optimizers."""
+
+    train_step_num: int = 0
+    consecutive_nonfinite: int = 0
+    kl_coefficients: dict[str, float] = field(default_factory=dict[str, float])
+    """Part of the algorithm -> coefficient, where it is adapted."""
 
 
-def read(folder: Path, optimizer: AdamW) -> dict[str, int]:
-    """Load what `write` wrote into `optimizer` and the random generators; returns the counters.
+def write(folder: Path, optimizers: Mapping[str, AdamW], state: EngineState) -> None:
+    """Write optimizers, by the prefix of their file, state and random states; models write themselves."""
+    for prefix, optimizer in optimizers.items():
+        tensors = {key: value.contiguous() for key, value in optimizer.tensors().items()}
+        save_file(tensors, folder / f"{prefix}{OPTIMIZER}")
+    updates = {prefix: optimizer.num_updates for prefix, optimizer in optimizers.items()}
+    content = {"format": FORMAT, "num_updates": updates, "state": asdict(state), "rng": _rng_states()}
+    (folder / STATE).write_text(json.dumps(content, indent=1))
+
+
+def read(folder: Path, optimizers: Mapping[str, AdamW]) -> EngineState:
+    """Load what `write` wrote into the optimizers and the random generators; returns the rest.
 
     Raises CheckpointError naming the file that is missing or damaged.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
-        if state["format"] != FORMAT:
-            raise CheckpointError(f"{folder / STATE} has format {state['format']}, this version reads {FORMAT}")
-        counters = {key: int(value) for key, value in state["counters"].items()}
-        optimizer.num_updates = int(state["num_updates"])
-        optimizer.load_tensors(load_file(folder / OPTIMIZER))
-        _set_rng_states(state["rng"])
+        content: dict[str, Any] = json.loads((folder / STATE).read_text())
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{folder / STATE} has format {content['format']}, this version reads {FORMAT}")
+        state = EngineState(**content["state"])
+        for prefix, optimizer in optimizers.items():
+            optimizer.num_updates = int(content["num_updates"][prefix])
+            optimizer.load_tensors(load_file(folder / f"{prefix}{OPTIMIZER}"))
+        _set_rng_states(content["rng"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             f"snapshot {folder} cannot be restored ({type(error).__name__}: {error}); resume from an older checkpoint"
         ) from error
-    return counters
+    return state
 
 
 def seed_everything(seed: int) -> None:

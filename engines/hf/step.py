@@ -1,7 +1,7 @@
-"""One train step on one process: a batch of experiences becomes optimizer updates and metrics.
+"""One train step on one process: the rows of a batch become optimizer updates and metrics.
 
 Owns: the order of forward passes, the split into updates, skipping of updates that cannot be made. Does not own: the
-formulas (`engines.algorithms`), threads and files (`engines.hf.engine`).
+formulas (`engines.algorithms`), advantages (`engines.advantage_stage`), threads and files (`engines.hf.engine`).
 """
 
 from __future__ import annotations
@@ -13,39 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.algorithms.advantages import Float64s
+from engines.advantage_stage import needs_scores, penalised, with_advantages, with_selection
 from engines.algorithms.inputs import LossInputs
-from engines.algorithms.objective import total_loss
-from engines.algorithms.reduce import Counts, Number, StatTotals, over_updates
-from engines.algorithms.spec import Algorithm
-from engines.hf.batch import MicroBatch, Row, micro_batches, trained_row
+from engines.algorithms.kl import adapted, estimate
+from engines.algorithms.objective import Objective
+from engines.algorithms.reduce import Number, StatTotals, counts_by_part, over_updates
+from engines.algorithms.spec import Algorithm, KlParams, name_of
+from engines.hf.batch import MicroBatch, micro_batches
 from engines.hf.model import Policy
-from engines.hf.optim import AdamW
-from engines.intake import Intake
+from engines.hf.models import Models
+from engines.rows import Column, PerRow, StepRows
 
-
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """The rows of a step and what is known of them before the first update. Lists are per row, arrays [A]."""
-
-    rows: list[Row]
-    response_lengths: list[int]
-    groups: list[int]
-    advantages: list[Float64s] | None
-    old_logprobs: list[np.ndarray] | None
-    reference_logprobs: list[np.ndarray] | None = None
-
-    @classmethod
-    def of(cls, intake: Intake, algorithm: Algorithm) -> StepRows:
-        """The rows of an intake; old logprobs are the sampler's, if the algorithm takes those."""
-        from_sampler = "old_logprobs" in algorithm.needs and algorithm.bypass_old_logprobs
-        return cls(
-            rows=[row for exp in intake.rows if (row := trained_row(exp)) is not None],
-            response_lengths=[exp.response_length for exp in intake.rows],
-            groups=intake.groups,
-            advantages=intake.advantages,
-            old_logprobs=[exp.logprobs[exp.action_mask] for exp in intake.rows] if from_sampler else None,  # type: ignore[index]
-        )
+KL_MEASURES = {"kl": "kl/reference", "kl_penalty": "kl/penalty"}
+"""Part of the algorithm -> metric that an adaptive coefficient follows."""
+FINITE: tuple[Column, ...] = ("old_logprobs", "reference_logprobs", "rollout_logprobs", "advantages")
+"""Checked before an update; the clamp of a loss might hide what is not finite."""
 
 
 @dataclass(slots=True)
@@ -59,104 +41,200 @@ class StepReport:
     """Updates skipped because a loss, a gradient or an input was not finite."""
     consecutive_nonfinite: int = 0
     """Skipped for that reason without an applied update in between, earlier steps included."""
+    num_trained_tokens: int = 0
+    num_read_tokens: int = 0
+    """Tokens of the rows that trained, prompts included."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class TrainStep:
-    """Makes the updates of a step with one policy and its optimizer."""
+    """Makes the updates of a step."""
 
-    def __init__(
-        self, policy: Policy, reference: Policy | None, optimizer: AdamW, algorithm: Algorithm, token_budget: int
-    ) -> None:
-        self._policy = policy
-        self._reference = reference
-        self._optimizer = optimizer
+    def __init__(self, models: Models, algorithm: Algorithm, token_budget: int, critic_warmup: int = 0) -> None:
+        """critic_warmup: train steps in which only the critic learns. Raises ConfigError for a function that is not
+        there.
+        """
+        self._models = models
         self._algorithm = algorithm
+        self._objective = Objective(algorithm)
         self._budget = token_budget
+        self._critic_warmup = critic_warmup
+        self.kl_coefficients = {
+            part: params.kl_coef
+            for part in KL_MEASURES
+            if isinstance(params := getattr(algorithm, part), KlParams) and params.adaptive
+        }
+        """Adapted so far; part of the snapshot."""
 
-    def run(self, rows: StepRows, num_updates: int, consecutive_nonfinite: int = 0) -> StepReport:
-        """All updates of a step; `consecutive_nonfinite` is what the last report said."""
-        self._score(rows, num_updates)
-        report = StepReport(consecutive_nonfinite=consecutive_nonfinite)
-        shares = _split_groups(rows.groups, num_updates)
+    def run(self, rows: StepRows, num_updates: int, step: int, seed: int, consecutive_nonfinite: int = 0) -> StepReport:
+        """All updates of a step, after `step` steps; `consecutive_nonfinite` is what the last report said.
+
+        Raises DataError if the rows are not what the advantage needs; nothing has changed then.
+        """
+        rows, stats = self._prepared(rows, num_updates, seed)
+        report = StepReport(consecutive_nonfinite=consecutive_nonfinite, metrics=stats)
         made: list[dict[str, Number]] = []
-        for members in shares:
+        for members in _split_groups(rows.groups, num_updates):
             if not members:
                 report.num_empty += 1
                 continue
-            applied, metrics = self._update(rows, members)
+            applied, metrics = self._update(rows.chosen(members), step)
             report.num_applied += applied
             report.num_nonfinite += not applied
             report.consecutive_nonfinite = 0 if applied else report.consecutive_nonfinite + 1
             made.append(metrics)
-        report.metrics = over_updates(made)
+        report.num_trained_tokens = int(rows.lengths.sum())
+        report.num_read_tokens = sum(len(row.tokens) for row in rows.rows)
+        report.metrics |= over_updates(made)
+        self._adapt_kl(report.metrics, len(rows))
         return report
 
-    def _score(self, rows: StepRows, num_updates: int) -> None:
-        """Logprobs that need a forward pass before the first update: the reference's, and the old ones.
+    # -- before the first update --------------------------------------------------------------------------------------
 
-        With one update the old logprobs are the current ones; `_loss_inputs` takes them from its own forward pass.
+    def _prepared(self, rows: StepRows, num_updates: int, seed: int) -> tuple[StepRows, dict[str, float]]:
+        """The rows that train, with all columns that the loss reads, and stats."""
+        algorithm, stats = self._algorithm, dict[str, float]()
+        if needs_scores(algorithm, rows):
+            rows = self._scored(rows, num_updates)
+            if algorithm.has_reward_penalty:
+                rows, stats["kl/penalty"] = self._penalised(rows)
+            rows, advantage_stats = with_advantages(rows, algorithm, seed)
+        else:
+            rows, advantage_stats = with_advantages(rows, algorithm, seed)
+            rows = self._scored(rows, num_updates)
+        return with_selection(rows, algorithm, seed), stats | advantage_stats
+
+    def _scored(self, rows: StepRows, num_updates: int) -> StepRows:
+        """The rows with what takes a forward pass before the first update.
+
+        With one update the old logprobs are the current ones; `_loss_inputs` takes them from its own forward pass,
+        unless something else reads them first.
         """
-        if self._reference is not None:
-            rows.reference_logprobs = self._logprobs(self._reference, rows.rows)
-        if "old_logprobs" in self._algorithm.needs and rows.old_logprobs is None and num_updates > 1:
-            rows.old_logprobs = self._logprobs(self._policy, rows.rows)
+        algorithm, models, needs = self._algorithm, self._models, self._algorithm.needs
+        columns: dict[Column, PerRow] = {}
+        if "old_logprobs" in needs:
+            read_first = algorithm.loss.select is not None or needs_scores(algorithm, rows)
+            if algorithm.bypass_old_logprobs:
+                columns["old_logprobs"] = rows.columns["rollout_logprobs"]
+            elif num_updates > 1 or read_first:
+                columns["old_logprobs"] = self._logprobs(models.policy, rows)
+        if models.reference is not None:
+            columns["reference_logprobs"] = self._logprobs(models.reference, rows)
+        if "teacher_logprobs" in needs and "teacher_logprobs" not in rows.columns:
+            assert models.teacher is not None
+            columns["teacher_logprobs"] = self._logprobs(models.teacher, rows)
+        if "distribution" in needs:
+            columns |= self._distributions(rows)
+        rows = rows.with_columns(columns)
+        return rows if models.critic is None else models.critic.with_values(rows, self._budget)
+
+    def _penalised(self, rows: StepRows) -> tuple[StepRows, float]:
+        params = self._algorithm.kl_penalty
+        old, reference = rows.flat("old_logprobs"), rows.flat("reference_logprobs")
+        assert old is not None
+        assert reference is not None
+        divergence = estimate(name_of(params), torch.from_numpy(old), torch.from_numpy(reference), None).numpy()
+        measured = float(divergence.mean()) if len(divergence) else 0.0
+        coefficient = self.kl_coefficients.get("kl_penalty", params.kl_coef)
+        return penalised(rows, divergence, coefficient), measured
 
     @torch.no_grad()
-    def _logprobs(self, policy: Policy, rows: Sequence[Row]) -> list[np.ndarray]:
+    def _logprobs(self, policy: Policy, rows: StepRows) -> PerRow:
         """Per row [A]."""
-        result: list[np.ndarray] = [np.empty(0)] * len(rows)
-        for batch in micro_batches(rows, self._budget, policy.layout, policy.model.device):
-            values = policy.logprobs(batch)[0].cpu().numpy()
-            cuts = np.cumsum([len(rows[index].actions) for index in batch.rows])[:-1]
-            for index, part in zip(batch.rows, np.split(values, cuts), strict=True):
-                result[index] = part
+        result: PerRow = [np.empty(0)] * len(rows)
+        for batch in self._batches(rows):
+            batch.scatter(policy.logprobs(batch)[0], result)
         return result
 
-    def _update(self, rows: StepRows, members: list[int]) -> tuple[bool, dict[str, Number]]:
-        """One optimizer update on these rows: was it applied, and its metrics."""
-        chosen = [rows.rows[index] for index in members]
-        counts = Counts.of([len(row.actions) for row in chosen], [rows.response_lengths[index] for index in members])
-        if not _finite_inputs(rows, members):
-            return False, {"lr": Number(self._optimizer.next_lr, "last")}
+    @torch.no_grad()
+    def _distributions(self, rows: StepRows) -> dict[Column, PerRow]:
+        """Entropies and expected scores under the policy, per row [A]."""
+        entropies: PerRow = [np.empty(0)] * len(rows)
+        scores: PerRow = [np.empty(0)] * len(rows)
+        for batch in self._batches(rows):
+            entropy, score = self._models.policy.distributions(batch)
+            batch.scatter(entropy, entropies)
+            batch.scatter(score, scores)
+        return {"entropies": entropies, "expected_scores": scores}
+
+    def _batches(self, rows: StepRows) -> list[MicroBatch]:
+        policy = self._models.policy
+        together = 2 if "pairs" in self._algorithm.needs else 1
+        return micro_batches(rows.rows, self._budget, policy.layout, policy.model.device, together=together)
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def _update(self, rows: StepRows, step: int) -> tuple[bool, dict[str, Number]]:
+        """One update of the critic, if there is one, and of the policy: was it applied, and its metrics."""
+        optimizer, critic = self._models.optimizer, self._models.critic
+        if not _finite_inputs(rows):
+            return False, {"lr": Number(optimizer.next_lr, "last")}
+        metrics = {} if critic is None else critic.update(rows, self._budget, self._algorithm.aggregation)
+        if critic is not None and step < self._critic_warmup:
+            return critic.last_applied, metrics
+        counts = counts_by_part(rows.lengths.tolist(), rows.response_lengths, rows.is_expert)
         totals = StatTotals()
-        for batch in micro_batches(chosen, self._budget, self._policy.layout, self._policy.model.device):
-            loss, stats = total_loss(self._algorithm, self._loss_inputs(rows, members, batch), counts)
+        for batch in self._batches(rows):
+            loss, stats = self._objective.loss(self._loss_inputs(rows, batch, step), counts)
             loss.backward()
             totals.add(stats)
-        metrics = totals.numbers(counts)
-        update = self._optimizer.update(metrics["loss/total"].value)
+        metrics |= totals.numbers(counts)
+        update = optimizer.update(metrics["loss/total"].value)
         metrics |= {"grad/norm": Number(update.grad_norm, "mean"), "lr": Number(update.lr, "last")}
         return update.applied, metrics
 
-    def _loss_inputs(self, rows: StepRows, members: list[int], batch: MicroBatch) -> LossInputs:
-        """Forward pass of one micro-batch of `members`."""
-        logprobs, entropies = self._policy.logprobs(batch, entropy="entropy" in self._algorithm.needs)
+    def _loss_inputs(self, rows: StepRows, batch: MicroBatch, step: int) -> LossInputs:
+        """Forward pass of one micro-batch."""
+        needs = self._algorithm.needs
+        logprobs, entropies = self._models.policy.logprobs(batch, entropy="entropy" in needs)
 
-        def gather(per_row: list[np.ndarray] | None) -> Tensor | None:
-            if per_row is None:
+        def gather(column: Column) -> Tensor | None:
+            if column not in rows.columns:
                 return None
-            values = np.concatenate([per_row[members[index]] for index in batch.rows])
-            return torch.from_numpy(values).to(logprobs)
+            values = torch.from_numpy(np.concatenate([rows.columns[column][index] for index in batch.rows]))
+            return values.to(logprobs.device) if values.dtype == torch.bool else values.to(logprobs)
 
-        old_logprobs = gather(rows.old_logprobs)
-        if old_logprobs is None and "old_logprobs" in self._algorithm.needs:
+        old_logprobs = gather("old_logprobs")
+        if old_logprobs is None and "old_logprobs" in needs:
             old_logprobs = logprobs.detach()
+        is_expert = None
+        if any(rows.is_expert):
+            of_row = torch.tensor([rows.is_expert[index] for index in batch.rows], device=logprobs.device)
+            is_expert = of_row[batch.row_of_token]
         return LossInputs(
             logprobs=logprobs,
             row_of_token=batch.row_of_token,
             num_actions=torch.bincount(batch.row_of_token, minlength=len(batch.rows)),
             old_logprobs=old_logprobs,
-            advantages=gather(rows.advantages),
-            reference_logprobs=gather(rows.reference_logprobs),
+            advantages=gather("advantages"),
+            reference_logprobs=gather("reference_logprobs"),
+            rollout_logprobs=gather("rollout_logprobs"),
             entropies=entropies,
+            selected=gather("selected"),
+            is_expert=is_expert,
+            step=step,
         )
 
+    # -- after the last update ----------------------------------------------------------------------------------------
 
-def _finite_inputs(rows: StepRows, members: list[int]) -> bool:
-    """False if an old or reference logprob or an advantage is not finite; the clamp of a loss might hide it."""
-    known = (rows.old_logprobs, rows.reference_logprobs, rows.advantages)
-    return all(np.isfinite(values[index]).all() for values in known if values is not None for index in members)
+    def set_kl_coefficients(self, coefficients: dict[str, float]) -> None:
+        """Go on with these; of a snapshot."""
+        self.kl_coefficients |= coefficients
+        if "kl" in self.kl_coefficients:
+            self._objective.set_kl_coefficient(self.kl_coefficients["kl"])
+
+    def _adapt_kl(self, metrics: dict[str, float], num_rows: int) -> None:
+        for part, coefficient in self.kl_coefficients.items():
+            metrics[f"kl/{part}_coef"] = coefficient
+            if (measured := metrics.get(KL_MEASURES[part])) is not None and np.isfinite(measured):
+                params: KlParams = getattr(self._algorithm, part)
+                self.kl_coefficients[part] = adapted(coefficient, params, measured, num_rows)
+        self.set_kl_coefficients({})
+
+
+def _finite_inputs(rows: StepRows) -> bool:
+    """False if a number that the loss reads is not finite."""
+    return all(bool(np.isfinite(values).all()) for name in FINITE for values in rows.columns.get(name, ()))
 
 
 def _split_groups(groups: Sequence[int], num_updates: int) -> list[list[int]]:

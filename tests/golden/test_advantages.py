@@ -14,11 +14,18 @@ IN_SCOPE = [case for case in cases("advantage_grpo") if not case["init_args"]["d
 
 
 def advantage_inputs(rows: list[Any]) -> AdvantageInputs:
-    means = [float(np.mean(row["logprobs"])) if "logprobs" in row else 0.0 for row in rows]
+    lengths = np.array([int(mask.sum()) for mask in masks(rows)], np.int64)
+    rewards = np.array([row["reward"] for row in rows], np.float64)
+    logprobs = [
+        np.array(row["logprobs"])[mask] if "logprobs" in row else np.zeros(mask.sum())
+        for row, mask in zip(rows, masks(rows), strict=True)
+    ]
     return AdvantageInputs(
-        rewards=np.array([row["reward"] for row in rows]),
+        token_rewards=np.zeros(lengths.sum()),
+        rewards=rewards,
+        lengths=lengths,
         groups=group_indices([str(row["task"]) for row in rows]),
-        mean_logprobs=np.array(means),
+        rollout_logprobs=np.concatenate([*logprobs, np.empty(0)]),
     )
 
 
@@ -32,12 +39,14 @@ def test_grpo(case: Any) -> None:
     rows = case["inputs"]
     x = advantage_inputs(rows)
     result = grpo(x, Grpo(**args))
+    assert result.kept is not None
     order = [int(i) for members in x.groups for i in members if result.kept[i]]
     assert order == case["outputs"]["order"]
     assert len(rows) - len(order) == case["outputs"]["metrics"]["filtered_count"]
     ones = {int(members[0]) for members in x.groups if len(members) == 1}
     for index, expected in zip(order, case["outputs"]["advantages"], strict=True):
-        ours = result.values[index] * masks(rows)[index]
+        ours = np.zeros(len(masks(rows)[index]))
+        ours[masks(rows)[index]] = np.split(result.values, np.cumsum(x.lengths)[:-1])[index]
         if index in ones:
             assert not ours.any()  # difference 6
         elif args["rank_penalty"] is None:
@@ -50,9 +59,10 @@ def test_rank_penalty_is_penalised_throughout() -> None:
     Ascending ranks 2, 1, 0 -> 1 - 2/12 = 5/6, 0.5 (1 - 1/12) = 11/24, 1.
     """
     (case,) = (c for c in IN_SCOPE if c["name"] == "interleaved_order/v4")
-    result = grpo(advantage_inputs(case["inputs"]), Grpo(epsilon=1e-6, rank_penalty=0.25))
+    x = advantage_inputs(case["inputs"])
+    result = grpo(x, Grpo(epsilon=1e-6, rank_penalty=0.25))
     penalised = np.array([5 / 6, 11 / 24, 1.0])
     expected = (penalised - penalised.mean()) / (penalised.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(result.values[[0, 2, 4]], expected, rtol=1e-12)
+    np.testing.assert_allclose(result.values[x.starts][[0, 2, 4]], expected, rtol=1e-12)
     # mean and std are those of the reference, whose metrics show them
     assert case["outputs"]["metrics"]["group_advantages/reward_mean/max"] == pytest.approx(penalised.mean(), rel=1e-6)

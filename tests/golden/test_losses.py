@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.algorithms.entropy import entropy_bonus
-from engines.algorithms.inputs import TokenLoss
+from engines.algorithms.inputs import Part, TokenLoss
 from engines.algorithms.kl import ESTIMATORS
 from engines.algorithms.losses import ppo_clip, sft
 from engines.algorithms.reduce import StatTotals, aggregate
@@ -41,7 +41,7 @@ def test_ppo(case: Any) -> None:
     assert_equal(loss, flat, mode, case["outputs"])
     totals = StatTotals()
     totals.add(loss.stats)
-    numbers = totals.numbers(flat.counts)
+    numbers = totals.numbers(dict.fromkeys(Part, flat.counts))
     for theirs, ours in METRICS.items():
         if theirs in case["outputs"]["metrics"] and flat.counts.tokens:
             assert numbers[ours].value == pytest.approx(case["outputs"]["metrics"][theirs], rel=RTOL, abs=1e-12)

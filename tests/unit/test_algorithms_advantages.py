@@ -10,7 +10,9 @@ from engines.algorithms.spec import Grpo
 
 
 def inputs(rewards: list[float], keys: str) -> AdvantageInputs:
-    return AdvantageInputs(np.array(rewards), group_indices(list(keys)))
+    """Rows of one token."""
+    values = np.array(rewards, np.float64)
+    return AdvantageInputs(values, values, np.ones(len(values), np.int64), group_indices(list(keys)))
 
 
 def test_two_interleaved_groups_by_hand() -> None:
@@ -19,6 +21,7 @@ def test_two_interleaved_groups_by_hand() -> None:
     a = 0.5 / (math.sqrt(0.5) + 1e-4)
     b = 1 / (1 + 1e-4)
     np.testing.assert_allclose(result.values, [a, b, -a, -b, 0], rtol=1e-12)
+    assert result.kept is not None
     assert result.kept.all()
     assert result.stats == {"groups/num_groups": 2, "groups/num_zero_variance": 0, "groups/num_dropped_rows": 0}
 
@@ -36,12 +39,14 @@ def test_group_of_one_has_no_advantage() -> None:
 
 def test_threshold_drops_whole_groups_and_groups_of_one() -> None:
     result = grpo(inputs([1, 1, 0, 1, 5, 0.50, 0.52], "aabbcdd"), Grpo(std_threshold=0.1))
+    assert result.kept is not None
     assert result.kept.tolist() == [False, False, True, True, False, False, False]
     assert result.stats == {"groups/num_groups": 4, "groups/num_zero_variance": 2, "groups/num_dropped_rows": 5}
 
 
 def test_one_success_among_failures_is_kept() -> None:
     result = grpo(inputs([1, 0, 0, 0], "aaaa"), Grpo(std_threshold=0.0, epsilon=0.0))
+    assert result.kept is not None
     assert result.kept.all()
     np.testing.assert_allclose(result.values, [1.5, -0.5, -0.5, -0.5])
 
@@ -51,8 +56,3 @@ def test_batch_level_std_with_group_means() -> None:
     result = grpo(inputs(rewards, "aabb"), Grpo(std_cal_level="batch", epsilon=0.0))
     std = float(np.std(rewards, ddof=1))
     np.testing.assert_allclose(result.values, [0.5 / std, -0.5 / std, 3 / std, -3 / std])
-
-
-def test_rank_penalty_without_logprobs_says_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="rank_penalty needs sampler logprobs"):
-        grpo(inputs([1, 0], "aa"), Grpo(rank_penalty=0.1))

@@ -9,8 +9,8 @@ from torch import Tensor
 from engines.algorithms.inputs import LossInputs
 from engines.algorithms.kl import k1, k2, k3
 from engines.algorithms.losses import ppo_clip, sft
-from engines.algorithms.objective import total_loss
-from engines.algorithms.reduce import Counts, StatTotals, aggregate
+from engines.algorithms.objective import Objective
+from engines.algorithms.reduce import Counts, StatTotals, aggregate, counts_by_part
 from engines.algorithms.spec import Aggregation, Algorithm, EntropyBonus, Grpo, KlInLoss, PpoClip, Sft
 
 MODES: list[Aggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -161,13 +161,14 @@ def test_loss_gradient_and_stats_do_not_depend_on_the_cut(mode: Aggregation, cut
         aggregation=mode,
     )
     lengths = [1, 7, 3, 12]
-    x, counts = random_inputs(lengths), Counts.of(lengths, [2, 8, 3, 20])
-    whole, whole_stats = total_loss(algorithm, x, counts)
+    x, counts = random_inputs(lengths), counts_by_part(lengths, [2, 8, 3, 20], [False] * 4)
+    objective = Objective(algorithm)
+    whole, whole_stats = objective.loss(x, counts)
     (whole_gradient,) = torch.autograd.grad(whole, x.logprobs)
     loss, gradient, totals = 0.0, torch.zeros_like(whole_gradient), StatTotals()
     for rows in cut:
         inputs, chosen = part(x, rows)
-        share, stats = total_loss(algorithm, inputs, counts)
+        share, stats = objective.loss(inputs, counts)
         loss += float(share.detach())
         gradient[chosen] = torch.autograd.grad(share, inputs.logprobs)[0]
         totals.add(stats)
@@ -199,6 +200,6 @@ def test_no_action_tokens_give_zero_and_no_nan() -> None:
 def test_float32_agrees_with_float64() -> None:
     algorithm = Algorithm(advantage=Grpo(), loss=PpoClip(), kl=KlInLoss(), entropy=EntropyBonus(entropy_coef=0.01))
     lengths = [5, 9, 2]
-    counts = Counts.of(lengths, lengths)
-    single, double = (total_loss(algorithm, random_inputs(lengths, d), counts) for d in (torch.float32, torch.float64))
+    counts, objective = counts_by_part(lengths, lengths, [False] * 3), Objective(algorithm)
+    single, double = (objective.loss(random_inputs(lengths, d), counts) for d in (torch.float32, torch.float64))
     assert float(single[0].detach()) == pytest.approx(float(double[0].detach()), rel=1e-5)

@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from engines.algorithms import spec
-from engines.algorithms.objective import ADVANTAGES, ENTROPY_TERMS, KL_TERMS, LOSSES
-from engines.algorithms.presets import resolve
-from engines.algorithms.spec import Algorithm, EntropyBonus, Grpo, KlInLoss, NoEntropy, NoKl, PpoClip, Sft
+from engines.algorithms.presets import KINDS, PRESETS, resolve
+from engines.algorithms.spec import Algorithm, EntropyBonus, Grpo, KlInLoss, NoKl, PpoClip, Sft, function_of
 from engines.config import AlgorithmConfig
 from engines.errors import ConfigError
 
@@ -23,7 +21,7 @@ def test_grpo_preset_is_the_reference_systems() -> None:
     assert algorithm.kl == KlInLoss(name="k2", kl_coef=0.001)
     assert algorithm.entropy == EntropyBonus(entropy_coef=0.0)
     assert (algorithm.aggregation, algorithm.group_size) == ("token-mean", 2)
-    assert algorithm.needs == {"rewards", "old_logprobs", "reference"}
+    assert algorithm.needs == {"rewards", "rollout_logprobs", "old_logprobs", "reference"}
 
 
 def test_sft_preset_needs_nothing() -> None:
@@ -47,7 +45,7 @@ def test_partial_override_changes_only_what_it_names() -> None:
     assert algorithm.advantage == Grpo(epsilon=1e-4, std_threshold=0.0)
     assert isinstance(algorithm.kl, NoKl)
     assert (algorithm.group_size, algorithm.aggregation) == (8, "seq-mean-token-sum")
-    assert algorithm.needs == {"rewards", "old_logprobs"}
+    assert algorithm.needs == {"rewards", "rollout_logprobs", "old_logprobs"}
 
 
 def test_clip_range_sets_both_sides() -> None:
@@ -66,8 +64,12 @@ def test_zero_kl_coefficient_needs_no_reference() -> None:
         ({"algorithm_type": "grop"}, ["algorithm_type = 'grop'", "did you mean grpo"]),
         ({"policy_loss_fn_args": {"clip_rang": 0.1}}, ["policy_loss_fn", "clip_rang", "not permitted"]),
         ({"policy_loss_fn_args": {"clip_ratio_c": 1.0}}, ["clip_ratio_c", "greater than 1", "got 1.0"]),
-        ({"kl_loss_fn": "k1"}, ["kl_loss_fn = 'k1'", "'k2'"]),
-        ({"advantage_fn": "gae"}, ["advantage_fn = 'gae'", "'grpo'"]),
+        ({"kl_loss_fn": "k1"}, ["kl_loss_fn = 'k1'", "expectation 0", "kl_penalty_fn"]),
+        ({"kl_loss_fn": "abs"}, ["kl_loss_fn = 'abs'", "no KL", "kl_penalty_fn"]),
+        ({"kl_loss_fn_args": {"adaptive": True}}, ["kl_loss_fn = 'k2'", "target_kl", "horizon"]),
+        ({"advantage_fn": "grop"}, ["advantage_fn = 'grop'", "did you mean grpo"]),
+        ({"rollout_correction": {"name": "truncate"}}, ["rollout_correction", "bypass_old_logprobs: false"]),
+        ({"policy_loss_fn": "os:getcwd"}, ["policy_loss_fn = 'os:getcwd'", "no subclass of LossParams"]),
         ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1.0}}, ["advantage_fn_args", "sft"]),
         ({"algorithm_type": "sft", "policy_loss_fn": "ppo"}, ["needs an advantage", "advantage_fn"]),
     ],
@@ -79,15 +81,19 @@ def test_what_is_refused_is_named(changes: dict[str, Any], words: list[str]) -> 
         assert word in str(error.value)
 
 
-def test_every_params_class_is_bound_to_a_function_and_nothing_else_is() -> None:
-    def classes(union: Any) -> set[type]:
-        members = get_args(get_args(union)[0]) or (union,)
-        return set(members)
+PARAMS: set[Any] = {params for _, known in KINDS.values() for params in known.values()}
 
-    assert classes(spec.LossParams) == LOSSES.keys()
-    assert classes(spec.KlParams) - {NoKl} == KL_TERMS.keys()
-    assert classes(spec.EntropyParams) - {NoEntropy} == ENTROPY_TERMS.keys()
-    assert {spec.AdvantageParams} == ADVANTAGES.keys()
+
+@pytest.mark.parametrize("params", sorted(PARAMS, key=str))
+def test_every_part_names_a_function_and_its_source(params: Any) -> None:
+    assert params.__doc__
+    if not params.__name__.startswith("No"):
+        assert callable(function_of(params()))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_to_itself(name: str) -> None:
+    assert resolve(AlgorithmConfig(algorithm_type=name)) == PRESETS[name]
 
 
 def test_params_are_frozen() -> None:

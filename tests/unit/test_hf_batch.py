@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.hf.batch import MicroBatch, Row, micro_batches, trained_row
-from tests.tiny_llama import experience
+from engines.hf.batch import MicroBatch, micro_batches
+from engines.rows import Row
 
 Layout = Literal["packed", "rows"]
 
@@ -74,15 +74,20 @@ def test_packed_pads_heavy_tails_by_next_to_nothing() -> None:
     assert used <= 1.02 * sum(row.length for row in rows)
 
 
-def test_trained_row_ends_with_the_last_trained_token() -> None:
-    mask = [True, False, True, False, False]
-    row = trained_row(experience(tokens=[7, 8, 1, 2, 3, 4, 5], prompt_length=2, action_mask=mask))
-    assert row is not None
+def test_a_row_ends_with_the_last_trained_token() -> None:
+    row = Row.of(np.array([7, 8, 1, 2, 3, 4, 5]), np.array([2, 4]))
     assert row.tokens.tolist() == [7, 8, 1, 2, 3]
     assert row.actions.tolist() == [2, 4]
     assert row.length == 4
 
 
-def test_nothing_trains_under_an_empty_mask_or_a_truncated_prompt() -> None:
-    assert trained_row(experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[False, False])) is None
-    assert trained_row(experience(tokens=[1, 2, 3], prompt_length=3, truncate_status="prompt_truncated")) is None
+def test_a_row_without_actions_is_in_no_micro_batch() -> None:
+    nothing = Row.of(np.array([1, 2, 3]), np.array([], np.int64))
+    (batch,) = micro_batches([nothing, *make_rows([4])], 100)
+    assert batch.rows == (1,)
+
+
+@pytest.mark.parametrize("layout", ["packed", "rows"])
+def test_pairs_stay_together_and_in_order(layout: Layout) -> None:
+    batches = micro_batches(make_rows([3, 9, 8, 2, 5, 5]), 12, layout, together=2)
+    assert [batch.rows for batch in batches] == [(0, 1), (2, 3), (4, 5)]

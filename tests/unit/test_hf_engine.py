@@ -342,7 +342,7 @@ def test_a_failure_inside_a_step_makes_the_engine_unusable_until_prepared(monkey
         await engine.train_step(groups(0))
         with monkeypatch.context() as patch:
             patch.setattr(
-                hf_engine.TrainStep, "run", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory"))
+                hf_engine.TrainStep, "run", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("out of memory"))
             )
             with pytest.raises(EngineError, match=r"train step 2 of 16 rows.*out of memory.*max_token_len_per_gpu"):
                 await engine.train_step(groups(1))
@@ -479,4 +479,4 @@ def test_a_damaged_snapshot_is_refused(name: str, damage: str, tmp_path: Path) -
 
 def test_unknown_algorithm_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="did you mean grpo"):
-        HfEngine(engine_config({"algorithm_type": "gpro"}))
+        HfEngine(engine_config({"algorithm_type": "grppo"}))

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engines.config import TokenizerConfig
 from engines.errors import ConfigError, EngineError
 from engines.hf import model as hf_model
-from engines.hf.batch import Row, micro_batches
+from engines.hf.batch import micro_batches
 from engines.hf.model import LoadedModel, Policy
+from engines.rows import Row
 from tests.tiny_llama import VOCABULARY, model_config
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -1,0 +1,243 @@
+"""Parameters of the advantages. Formulas are computed in float64 on whole groups, by `engines.algorithms.advantages`
+(one number per row) and `engines.algorithms.token_advantages` (one per action token).
+
+Notation: R reward of a row, A advantage, n rows of a group (one `eid.tid`), t action tokens; V values of the critic.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from engines.algorithms.spec.base import Needs, Params
+
+SAMPLER: Needs = frozenset({"rollout_logprobs"})
+ROWS, TOKENS = "engines.algorithms.advantages", "engines.algorithms.token_advantages"
+
+
+class AdvantageParams(Params):
+    """Base of all advantages. The function is (AdvantageInputs, params) -> Advantages."""
+
+    requires: ClassVar[Needs] = frozenset({"rewards"})
+
+
+class Grpo(AdvantageParams):
+    """A = (R - mean) / (std + epsilon) over the group. Shao et al. 2024, arXiv:2402.03300, 4.1.2.
+
+    std is the sample std (ddof 1). A group of one, or of equal rewards, has advantage 0.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:grpo"
+    name: Literal["grpo"] = "grpo"
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the std."""
+    normalize: bool = True
+    """Divide by the std. False: A = R - mean (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    std_threshold: float | None = Field(default=None, ge=0)
+    """Drop groups whose std is not above this, and groups of one, before the forward pass. None: keep all."""
+    rank_penalty: float | None = Field(default=None, ge=0, le=1)
+    """Lower the reward of samples that were likely already: R * (1 - rank / n * penalty), rank by mean logprob."""
+    std_cal_level: Literal["group", "batch"] = "group"
+    """Whose rewards give the std; the mean is always the group's."""
+
+    @property
+    def needs(self) -> Needs:
+        """The rank penalty reads the sampler's logprobs."""
+        return self.requires if self.rank_penalty is None else self.requires | SAMPLER
+
+
+class Reinforce(AdvantageParams):
+    """A = R. Williams 1992, without a baseline."""
+
+    function: ClassVar[str] = f"{ROWS}:reinforce"
+    name: Literal["reinforce"] = "reinforce"
+
+
+class Rloo(AdvantageParams):
+    """A = R - mean of the other rows of the group. Ahmadian et al. 2024, arXiv:2402.14740, 3.4.
+
+    A group of one has advantage 0: there is nothing to compare with.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:rloo"
+    name: Literal["rloo"] = "rloo"
+
+
+class Remax(AdvantageParams):
+    """A_t = rewards from t on, less the reward of the greedy answer to the same task. Li et al. 2023, arXiv:2310.10505.
+
+    The baseline is `info.reward_baseline` of each row; the explorer writes it.
+    """
+
+    function: ClassVar[str] = f"{TOKENS}:remax"
+    requires: ClassVar[Needs] = frozenset({"rewards", "greedy_baseline"})
+    name: Literal["remax"] = "remax"
+
+
+class Opmd(AdvantageParams):
+    """A = R - b, with b the mean of the group, or tau * (logsumexp(R / tau) - log n).
+
+    On-policy mirror descent, Kimi 2025, arXiv:2501.12599, 2.3.2. A group of one has advantage 0.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:opmd"
+    name: Literal["opmd"] = "opmd"
+    opmd_baseline: Literal["mean", "logavgexp"] = "mean"
+    tau: float = Field(default=1.0, gt=0)
+    """Temperature of logavgexp."""
+
+
+class Asymre(AdvantageParams):
+    """A = R - (mean of the group + baseline_shift). Arnal et al. 2025, arXiv:2506.20520.
+
+    A negative shift leaves more weight on successes than on failures. A group of one has advantage 0.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:asymre"
+    name: Literal["asymre"] = "asymre"
+    baseline_shift: float = -0.1
+
+
+class Rec(AdvantageParams):
+    """A = R - mean of the group, with `std_normalize` over (population std + epsilon). arXiv:2509.24203.
+
+    drop balance: where more rows are below the mean than not, surplus ones of them, drawn at random, get advantage 0
+    and count in no statistic. A group of one has advantage 0.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:rec"
+    name: Literal["rec"] = "rec"
+    epsilon: float = Field(default=1e-6, ge=0)
+    std_normalize: bool = False
+    drop: Literal["balance"] | None = None
+
+
+class StepWiseGrpo(AdvantageParams):
+    """GRPO over runs of several steps: the last step of each run has the reward, all steps get the run's advantage.
+
+    The last step is that with the largest `eid.step`. A task with one run has advantage 0.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:step_wise_grpo"
+    name: Literal["step_wise_grpo"] = "step_wise_grpo"
+    epsilon: float = Field(default=1e-6, ge=0)
+    enable_step_norm: bool = False
+    """Divide by the number of steps of the run."""
+    std_threshold: float | None = Field(default=None, ge=0)
+    """Drop tasks whose std over runs is not above this, and those with one run. None: keep all."""
+    std_cal_level: Literal["group", "batch"] = "group"
+    """Whose final rewards give the std."""
+
+
+class Gigpo(AdvantageParams):
+    """A = A_run + omega * A_step. Feng et al. 2025, arXiv:2505.10978.
+
+    A_run: the sum of a run's step rewards, compared over the runs of its task. A_step: the discounted rewards from a
+    step on, compared over all steps that were in the same state (`info[env_state_hash_key]`), where there are several.
+    A step's reward is `info[step_reward_key]`; if no step of a run has it, the last one has the row's reward.
+    """
+
+    function: ClassVar[str] = f"{ROWS}:gigpo"
+    name: Literal["gigpo"] = "gigpo"
+    omega: float = Field(default=1.0, ge=0)
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per step."""
+    fnorm: Literal["none", "std"] = "none"
+    """Divide both by (std + epsilon), or by (1 + epsilon)."""
+    epsilon: float = Field(default=1e-6, ge=0)
+    step_reward_key: str = "step_reward"
+    env_state_hash_key: str = "env_state_hash"
+
+
+class Gae(AdvantageParams):
+    """delta_t = r_t + gamma V_(t+1) - V_t; A_t = delta_t + gamma lam A_(t+1), whitened; the critic learns A_t + V_t.
+
+    Schulman et al. 2015, arXiv:1506.02438, eq. 16. t counts action tokens only: what a tool wrote is skipped. After the
+    last token V is 0, but for a truncated response it is the critic's: the answer would have gone on.
+    """
+
+    function: ClassVar[str] = f"{TOKENS}:gae"
+    requires: ClassVar[Needs] = frozenset({"rewards", "values"})
+    name: Literal["ppo"] = "ppo"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per action token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """0: one-step temporal differences; 1: Monte-Carlo returns."""
+
+
+class ReinforcePlusPlus(AdvantageParams):
+    """A_t = r_t + gamma A_(t+1), whitened over the action tokens of the batch. Hu 2025, arXiv:2501.03262."""
+
+    function: ClassVar[str] = f"{TOKENS}:reinforce_plus_plus"
+    name: Literal["reinforceplusplus"] = "reinforceplusplus"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per action token."""
+
+
+class OnPolicyDistill(AdvantageParams):
+    """A_t = kl_coef * (teacher logprob - old logprob): a policy gradient towards the teacher.
+
+    Agarwal et al. 2023, arXiv:2306.13649 (reverse KL on the student's samples); Thinking Machines 2025, On-Policy
+    Distillation. Rewards are not used.
+    """
+
+    function: ClassVar[str] = f"{TOKENS}:on_policy_distill"
+    requires: ClassVar[Needs] = frozenset({"old_logprobs", "teacher_logprobs"})
+    name: Literal["on_policy_distill"] = "on_policy_distill"
+    kl_coef: float = Field(default=1.0, ge=0)
+
+
+class Jsd(AdvantageParams):
+    """A_t = -kl_coef * J, the generalised Jensen-Shannon divergence of the sampled tokens. arXiv:2306.13649, eq. 1.
+
+    With b = lambda_coef, s and T the student's and the teacher's logprob over the temperature: b = 0: J = s - T; b = 1:
+    J = T - s; else J = b (T - m) + (1 - b) (s - m), m = logsumexp(s + log(1 - b), T + log b). J is taken at the sampled
+    token, so it can be negative.
+    """
+
+    function: ClassVar[str] = f"{TOKENS}:jsd"
+    requires: ClassVar[Needs] = frozenset({"old_logprobs", "teacher_logprobs"})
+    name: Literal["jsd"] = "jsd"
+    lambda_coef: float = Field(default=0.5, ge=0, le=1)
+    kl_coef: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides both logprobs first."""
+
+
+class ClipB(AdvantageParams):
+    """GRPO that drops negative tokens whose update would take most entropy away. arXiv:2602.03392, batch-normalised.
+
+    S = p (H + log p) with p the sampled token's probability and H the entropy there. Tokens with A < 0 and S - mean(S)
+    below -mu std(S) take no part; mean and std over the action tokens of the batch.
+    """
+
+    function: ClassVar[str] = f"{TOKENS}:clip_b"
+    requires: ClassVar[Needs] = frozenset({"rewards", "rollout_logprobs", "distribution"})
+    name: Literal["clipb"] = "clipb"
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the std of the group's rewards."""
+    mu: float = Field(default=2.5, ge=0)
+
+
+class ClipV(AdvantageParams):
+    """As clipb, with S compared to its expectation over the vocabulary instead of the batch mean. arXiv:2602.03392.
+
+    D = E[S] - S. Tokens with A <= 0 and D above mu std(D) take no part, at most a share max_frac of all, the worst.
+    """
+
+    function: ClassVar[str] = f"{TOKENS}:clip_v"
+    requires: ClassVar[Needs] = frozenset({"rewards", "old_logprobs", "distribution"})
+    name: Literal["clipv"] = "clipv"
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the std of the group's rewards."""
+    mu: float = Field(default=8.5, ge=0)
+    max_frac: float = Field(default=1e-4, ge=0, le=1)
+    """Largest share of the action tokens that are dropped; at least one may be."""
+
+
+ADVANTAGES: tuple[type[AdvantageParams], ...] = (
+    *(Grpo, Reinforce, Rloo, Remax, Opmd, Asymre, Rec, StepWiseGrpo, Gigpo),
+    *(Gae, ReinforcePlusPlus, OnPolicyDistill, Jsd, ClipB, ClipV),
+)
+"""Those that are built in."""

@@ -1,0 +1,68 @@
+"""What every part of an algorithm is: frozen parameters, and the name of the function that they parametrise.
+
+To add a loss or an advantage: a class with its parameters, and one function. The class names the function, so nothing
+is registered; a class of another distribution is named in a config by `module:Class`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+from engines import plugins
+from engines.config import Frozen
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+Need = Literal[
+    "rewards",
+    "rollout_logprobs",
+    "old_logprobs",
+    "reference",
+    "entropy",
+    "distribution",
+    "values",
+    "teacher_logprobs",
+    "greedy_baseline",
+    "pairs",
+    "expert_rows",
+]
+"""What an algorithm asks for beyond the logprobs of the policy that is trained.
+
+rewards: of every row that is no expert's. rollout_logprobs: the sampler's, of the tokens that train. old_logprobs: of
+the policy before the step. reference: a frozen copy of the first policy. entropy: of the distributions that tokens are
+drawn from. distribution: entropy and expected score of the same, before the step. values: a critic. teacher_logprobs:
+of a better model, on the same tokens. greedy_baseline: the reward of the greedy answer to each task. pairs: preferred
+and refused responses. expert_rows: rows whose `info.is_expert` is true, beside the others."""
+
+Needs = frozenset[Need]
+NOTHING: Needs = frozenset()
+
+
+class Params(Frozen):
+    """Parameters of one part of an algorithm. The docstring of a subclass is its formula and its source.
+
+    A subclass has a field `name`, a Literal with the name by default.
+    """
+
+    function: ClassVar[str]
+    """module:name of the function that takes (inputs, these parameters)."""
+    requires: ClassVar[Needs] = NOTHING
+    """What the function reads. A subclass whose parameters decide overrides `needs`."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the function reads, with these parameters."""
+        return self.requires
+
+
+def name_of(params: Params) -> str:
+    """The name under which a config chooses these parameters."""
+    return str(params.model_dump()["name"])
+
+
+def function_of(params: Params) -> Callable[..., Any]:
+    """The function that a params class names. Raises ConfigError if it cannot be imported."""
+    function = plugins.load(f"the function of {name_of(params)!r}", params.function)
+    assert callable(function)
+    return function

@@ -1,0 +1,289 @@
+"""Parameters of the policy losses. Formulas are computed by `engines.algorithms.losses`, `.mixing`, `.preference`.
+
+Notation: lp, old logprob of a token under the policy that is trained and under the one that the ratio is taken to; r =
+exp(lp - old), clamped to e^+-20; A advantage; sg() stops the gradient. All losses are minimised; none divides.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from engines.algorithms.spec.base import Needs, Params
+
+POLICY, SELECTION = "engines.algorithms.losses", "engines.algorithms.selection"
+ADVANTAGES: Needs = frozenset({"rewards"})
+RATIO: Needs = frozenset({"rewards", "old_logprobs"})
+EXPERTS: Needs = frozenset({"expert_rows"})
+
+
+class LossParams(Params):
+    """Base of all policy losses. The function is (LossInputs, params) -> TokenLoss, or a tuple of them."""
+
+    takes_advantages: ClassVar[bool] = True
+    select: ClassVar[str | None] = None
+    """module:name of a function (SelectionInputs, params) -> [N] flags, once per step, before it is cut: tokens that
+    the loss treats differently, and that can be told only from the whole batch."""
+
+
+class PpoClip(LossParams):
+    """-min(r A, clip(r, 1 - low, 1 + high) A), dual clip for A < 0. Schulman et al. 2017, arXiv:1707.06347, eq. 7;
+    asymmetric range: arXiv:2503.14476; dual clip: arXiv:1912.09729, eq. 5.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:ppo_clip"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["ppo"] = "ppo"
+    clip_range: float = Field(default=0.2, ge=0)
+    """Both sides of the range, where the next two do not say otherwise."""
+    clip_range_low: float | None = Field(default=None, ge=0)
+    clip_range_high: float | None = Field(default=None, ge=0)
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Bound of the loss for A < 0, as a multiple of -A."""
+    enable_sequence_masking: bool = False
+    """Leave out tokens with A < 0 of sequences that moved further than `delta_sequence_masking`. arXiv:2512.02556."""
+    delta_sequence_masking: float = Field(default=0.1, ge=0)
+    """Largest mean of old minus new logprob of such a sequence, nats."""
+    fallback_to_policy_gradient: bool = False
+    """Take the ratio to the current policy itself: always 1, gradient of REINFORCE."""
+
+    @property
+    def low(self) -> float:
+        """1 - low is the smallest ratio with a gradient for A < 0."""
+        return self.clip_range if self.clip_range_low is None else self.clip_range_low
+
+    @property
+    def high(self) -> float:
+        """1 + high is the largest ratio with a gradient for A > 0."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+class ClipCov(PpoClip):
+    """PPO without the gradient of some tokens whose logprob and advantage vary together most. arXiv:2505.22617, 4.2.
+
+    cov = (A - mean A) (old - mean old). Of the tokens with cov within the bounds, a share `clip_cov_ratio` of all
+    action tokens, drawn at random, is detached.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:clip_cov"
+    select: ClassVar[str | None] = f"{SELECTION}:clip_cov"
+    name: Literal["clip_cov"] = "clip_cov"  # type: ignore[assignment]
+    clip_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    clip_cov_lb: float = 1.0
+    """Lower bound of cov."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of cov."""
+
+
+class KlCov(LossParams):
+    """-A r, and ppo_kl_coef |lp - old| on the tokens with the largest covariance. arXiv:2505.22617, 4.3.
+
+    cov as in clip_cov; a share `kl_cov_ratio` of all action tokens, those with the largest cov, is held back.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:kl_cov"
+    requires: ClassVar[Needs] = RATIO
+    select: ClassVar[str | None] = f"{SELECTION}:kl_cov"
+    name: Literal["kl_cov"] = "kl_cov"
+    kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    ppo_kl_coef: float = Field(default=1.0, ge=0)
+
+
+class Gspo(LossParams):
+    """PPO's clip on the ratio of the whole sequence, s = exp(mean(lp - old)), without dual clip.
+
+    Each token has the ratio s in value and its own share of the gradient. Zheng et al. 2025, arXiv:2507.18071, eq. 5
+    and 9.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:gspo"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["gspo"] = "gspo"
+    clip_range_low: float = Field(default=3e-4, ge=0)
+    clip_range_high: float = Field(default=4e-4, ge=0)
+
+
+class Cispo(LossParams):
+    """-A sg(clip(r, 1 - low, 1 + high)) lp: every token keeps a gradient, its weight is clipped. arXiv:2506.13585, 3.1.
+
+    With `enable_mask_clip`, tokens beyond the mask's range in the direction of their advantage have none.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:cispo"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["cispo"] = "cispo"
+    clip_range_low: float = Field(default=1.0, ge=0)
+    """1 and more: no lower bound."""
+    clip_range_high: float = Field(default=0.28, ge=0)
+    enable_mask_clip: bool = False
+    mask_clip_range_low: float = Field(default=1.0, ge=0)
+    mask_clip_range_high: float = Field(default=0.28, ge=0)
+
+
+class Sapo(LossParams):
+    """-A f(r), f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A: a soft gate in place of the clip.
+
+    Gao et al. 2025, arXiv:2511.20347, eq. 5. Differentiated through the gate, whose slope is 1 at r = 1.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:sapo"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["sapo"] = "sapo"
+    tau_pos: float = Field(default=1.0, gt=0)
+    tau_neg: float = Field(default=1.05, gt=0)
+    """Not below tau_pos: the gate of negative tokens closes sooner."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.tau_neg < self.tau_pos:
+            raise ValueError(f"tau_neg = {self.tau_neg} is below tau_pos = {self.tau_pos}")
+        return self
+
+
+class Topr(LossParams):
+    """-sg(a) A lp; a = clip(r, 0, 1) for A <= advantage_threshold, else 1. Le Roux et al. 2025, arXiv:2503.14286.
+
+    Ratios are those of tokens; the paper's are of sequences.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:topr"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["topr"] = "topr"
+    advantage_threshold: float = 0.0
+
+
+class Sppo(LossParams):
+    """-A (lp - old) where 1 / (1 + epsilon) <= r <= 1 + epsilon, else nothing. Trinity-RFT's simplified PPO."""
+
+    function: ClassVar[str] = f"{POLICY}:sppo"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["sppo"] = "sppo"
+    epsilon: float = Field(default=0.3, ge=0)
+
+
+class OpmdLoss(LossParams):
+    """-A lp / (1 + tau). Kimi 2025, arXiv:2501.12599, eq. 3; Trinity-RFT's pairwise-free form."""
+
+    function: ClassVar[str] = f"{POLICY}:opmd"
+    requires: ClassVar[Needs] = ADVANTAGES
+    name: Literal["opmd"] = "opmd"
+    tau: float = Field(default=1.0, ge=0)
+
+
+class ImportanceSampling(LossParams):
+    """-A r: the off-policy policy gradient, unclipped."""
+
+    function: ClassVar[str] = f"{POLICY}:importance_sampling"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["importance_sampling"] = "importance_sampling"
+
+
+class RecLoss(LossParams):
+    """-w(A) lp where the clip mode lets the token through, and a regulariser. Yao et al. 2025, arXiv:2509.24203.
+
+    The ratio is detached. clip_mode: none; two-side: 1 - low <= r <= 1 + high; one-side: r <= 1 + high for A >= 0, r >=
+    1 - low for A <= 0; gspo-one-side: the same with the ratio of the sequence, sequences weighing the same; ring:
+    two-side, or r <= 1 - low' for A >= 0, or r >= 1 + high' for A <= 0.
+    """
+
+    function: ClassVar[str] = f"{POLICY}:rec"
+    requires: ClassVar[Needs] = RATIO
+    name: Literal["rec"] = "rec"
+    epsilon_low: float = Field(default=0.2, ge=0)
+    epsilon_high: float = Field(default=0.2, ge=0)
+    epsilon_low_prime: float = Field(default=0.6, ge=0)
+    epsilon_high_prime: float = Field(default=2.0, ge=0)
+    clip_mode: Literal["none", "two-side", "one-side", "gspo-one-side", "ring"] = "none"
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
+    """w: A; A r; A times the ratio of the sequence; A exp(A / temp)."""
+    regularizer: Literal["none", "k2", "forward-kl"] = "none"
+    """k2: + coef (lp - old)^2. forward-kl: - coef lp."""
+    regularizer_coef: float = Field(default=0.0, ge=0)
+    temp: float = Field(default=1.0, gt=0)
+    """Temperature of the weight `advantage`."""
+
+
+class _Supervised(LossParams):
+    takes_advantages: ClassVar[bool] = False
+
+
+class Sft(_Supervised):
+    """-lp of the tokens of the data."""
+
+    function: ClassVar[str] = f"{POLICY}:sft"
+    name: Literal["sft"] = "sft"
+
+
+class SftIs(_Supervised):
+    """-sg(exp(lp)) lp: tokens weigh as they are likely. Wu et al. 2025 (DFT), arXiv:2508.05629, eq. 9."""
+
+    function: ClassVar[str] = f"{POLICY}:sft_is"
+    name: Literal["sft_is"] = "sft_is"
+
+
+class SftPhi(_Supervised):
+    """-sg(p (1 - p)) min(lp, log cutoff_prob), p = exp(lp): least where the model is sure. CHORD, arXiv:2508.11408."""
+
+    function: ClassVar[str] = f"{POLICY}:sft_phi"
+    name: Literal["sft_phi"] = "sft_phi"
+    cutoff_prob: float = Field(default=1.0, gt=0, le=1)
+    """Tokens more likely than this have no gradient."""
+
+
+class Dpo(LossParams):
+    """-(1 - s) log sigmoid(x) - s log sigmoid(-x), x = beta (D_chosen - D_rejected), D = sum(lp - reference).
+
+    Rafailov et al. 2023, arXiv:2305.18290, eq. 7; s smooths labels. One number per pair, then the mean over pairs.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.preference:dpo"
+    requires: ClassVar[Needs] = frozenset({"reference", "pairs"})
+    takes_advantages: ClassVar[bool] = False
+    name: Literal["dpo"] = "dpo"
+    beta: float = Field(default=0.1, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """s: how often a pair is labelled the wrong way round."""
+
+
+class Mix(LossParams):
+    """(1 - mu) PPO on the sampled rows + mu SFT on the expert rows, each over its own number of tokens or rows."""
+
+    function: ClassVar[str] = "engines.algorithms.mixing:mix"
+    requires: ClassVar[Needs] = RATIO | EXPERTS
+    name: Literal["mix"] = "mix"
+    mu: float = Field(default=0.1, ge=0, le=1)
+    clip_range: float = Field(default=0.2, ge=0)
+    clip_range_low: float | None = Field(default=None, ge=0)
+    clip_range_high: float | None = Field(default=None, ge=0)
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+
+    @property
+    def ppo(self) -> PpoClip:
+        """The loss of the sampled rows."""
+        return PpoClip(**self.model_dump(include={"clip_range", "clip_range_low", "clip_range_high", "clip_ratio_c"}))
+
+
+class MixChord(Mix):
+    """mix with mu by train step, and SFT weighted by phi. Zhang et al. 2025 (CHORD), arXiv:2508.11408, eq. 4 and 6.
+
+    mu rises from 0 to mu_peak within mu_warmup_steps, then falls on a cosine to mu_valley within mu_decay_steps.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.mixing:mix_chord"
+    name: Literal["mix_chord"] = "mix_chord"  # type: ignore[assignment]
+    mu: Annotated[float, Field(exclude=True)] = 0.0
+    """Not used."""
+    mu_warmup_steps: int = Field(default=0, ge=0)
+    mu_decay_steps: int = Field(default=0, ge=0)
+    mu_peak: float = Field(default=0.1, ge=0, le=1)
+    mu_valley: float = Field(default=0.1, ge=0, le=1)
+    enable_phi_function: bool = True
+    """True: sft_phi on the expert rows; False: sft."""
+
+
+LOSSES: tuple[type[LossParams], ...] = (
+    *(PpoClip, ClipCov, KlCov, Gspo, Cispo, Sapo, Topr, Sppo, OpmdLoss, ImportanceSampling, RecLoss),
+    *(Sft, SftIs, SftPhi, Dpo, Mix, MixChord),
+)
+"""Those that are built in."""

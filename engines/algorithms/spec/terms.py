@@ -1,0 +1,212 @@
+"""Parameters of what stands beside the policy loss: KL to the reference, entropy, and what the rows are put through.
+
+KL estimates, with d = lp - reference at the sampled token (Schulman 2020, http://joschu.net/blog/kl-approx.html):
+
+| name | value | as a loss, its gradient is that of |
+|---|---|---|
+| k1 | d | nothing: expectation 0. Only in the reward |
+| k2 | d^2 / 2 | KL(policy, reference), exactly |
+| k3 | exp(-d) - 1 + d | KL(reference, policy), exactly |
+| low_var_kl | k3, d within +-20, result within +-10 | as k3, where nothing is clipped |
+| abs | absolute d | twice the total variation: no KL. Only in the reward |
+| corrected_k3 | k3 clip(r, 0, 2), r the ratio to old | KL(policy, reference), off-policy too |
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from engines.algorithms.spec.base import NOTHING, Needs, Params
+
+OLD: Needs = frozenset({"old_logprobs"})
+REFERENCE: Needs = frozenset({"reference"})
+ENTROPY: Needs = frozenset({"entropy"})
+
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"]
+
+
+class KlParams(Params):
+    """Base of the KL terms; kl_coef is fixed, or adapted after each step (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
+
+    Adaptive: kl_coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) * rows / horizon.
+    """
+
+    kl_coef: float = Field(default=0.001, ge=0)
+    adaptive: bool = False
+    target_kl: float | None = Field(default=None, gt=0)
+    """Nats per action token that an adaptive coefficient aims at."""
+    horizon: float | None = Field(default=None, gt=0)
+    """Rows after which an adaptive coefficient has moved by its own size."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.adaptive and (self.target_kl is None or self.horizon is None or not self.kl_coef):
+            raise ValueError("an adaptive KL coefficient needs target_kl, horizon and a kl_coef above 0 to begin with")
+        return self
+
+    @property
+    def needs(self) -> Needs:
+        """A reference model, if the coefficient is not 0."""
+        return REFERENCE if self.kl_coef else NOTHING
+
+
+class NoKl(KlParams):
+    """No KL term, no reference model."""
+
+    name: Literal["none"] = "none"
+    kl_coef: float = 0.0
+    """Not used."""
+
+
+class KlInLoss(KlParams):
+    """kl_coef * KL(policy, reference), estimated at the sampled tokens, added to the loss.
+
+    Only estimators whose gradient is that of a KL: the table in `engines.algorithms.spec.terms` says of which.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.kl:kl_in_loss"
+    name: Literal["k2", "k3", "low_var_kl", "corrected_k3"] = "k2"
+
+    @property
+    def needs(self) -> Needs:
+        """corrected_k3 reads the ratio."""
+        return super().needs | (OLD if self.kl_coef and self.name == "corrected_k3" else NOTHING)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_gradient(cls, values: object) -> object:
+        name = values.get("name") if isinstance(values, dict) else None
+        why = {"k1": "of k1 has expectation 0: it would add noise alone", "abs": "of abs is that of no KL"}
+        if name in why:
+            raise ValueError(f"as a loss, the gradient {why[name]}; use k2, or kl_penalty_fn: {name} (in the reward)")
+        return values
+
+
+class KlInReward(KlParams):
+    """kl_coef * KL(old, reference) of each action token, taken off its reward before the advantages."""
+
+    function: ClassVar[str] = "engines.algorithms.kl:penalty"
+    name: KlEstimator = "k1"
+
+    @property
+    def needs(self) -> Needs:
+        """The old policy's logprobs beside the reference's."""
+        return super().needs | (OLD if self.kl_coef else NOTHING)
+
+
+class EntropyParams(Params):
+    """Base of the entropy terms."""
+
+    entropy_coef: float = Field(default=0.0, ge=0)
+
+    @property
+    def needs(self) -> Needs:
+        """Entropies, if the coefficient is not 0."""
+        return ENTROPY if self.entropy_coef else NOTHING
+
+
+class NoEntropy(EntropyParams):
+    """No entropy bonus."""
+
+    name: Literal["none"] = "none"
+    entropy_coef: float = 0.0
+    """Not used."""
+
+
+class EntropyBonus(EntropyParams):
+    """entropy_coef * entropy of the policy, subtracted from the loss."""
+
+    function: ClassVar[str] = "engines.algorithms.entropy:entropy_bonus"
+    name: Literal["default"] = "default"
+
+
+class EntropyBonusOfSamples(EntropyParams):
+    """As default, on the sampled rows alone: what an expert wrote has its own entropy."""
+
+    function: ClassVar[str] = "engines.algorithms.entropy:entropy_bonus_of_samples"
+    name: Literal["mix"] = "mix"
+
+
+class RolloutCorrection(Params):
+    """A weight on each token for the difference between sampler and trainer: w = exp(old - rollout), detached.
+
+    Needs `bypass_old_logprobs: false`: else the sampler's logprobs are the old ones. With a ratio lp - old beside it
+    this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641, eq. 8): old is the proximal policy, the sampler the
+    behaviour policy.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.correction:corrected"
+    requires: ClassVar[Needs] = frozenset({"old_logprobs", "rollout_logprobs"})
+    name: Literal["truncate", "mask", "full"] = "truncate"
+    """truncate: min(w, cap) (Yao et al. 2025, truncated importance sampling). mask: w within floor and cap, else 0 (Liu
+    et al. 2025, masked importance sampling). full: w as it is."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Of each token; of the row, as the product over its tokens; or as their geometric mean."""
+    cap: float = Field(default=2.0, ge=1)
+    floor: float = Field(default=0.0, ge=0, le=1)
+
+
+class OverlongShaping(Params):
+    """Takes up to `penalty` off the reward of a response near the longest allowed, or beyond. arXiv:2503.14476, eq. 13.
+
+    Nothing before the last cache_share of model.max_response_tokens, then linear, all of it at the limit.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.filters:overlong"
+    name: Literal["overlong"] = "overlong"
+    cache_share: float = Field(default=0.2, gt=0, le=1)
+    """The paper has 4,096 of 20,480 tokens."""
+    penalty: float = Field(default=1.0, ge=0)
+
+
+class FilterParams(Params):
+    """Base of the filters: which rows of a whole batch take part. The function is (FilterInputs, params) -> [R] kept.
+
+    In mode both they act before rows are written, and the explorer samples until the batch is full again.
+    """
+
+
+class DynamicSampling(FilterParams):
+    """Keeps groups that are neither all right nor all wrong. DAPO, arXiv:2503.14476, 3.2.
+
+    Right: `metrics[metric_key]`, or the reward where that is missing, is above correct_threshold.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.filters:dynamic_sampling"
+    name: Literal["dynamic_sampling"] = "dynamic_sampling"
+    metric_key: str = "accuracy"
+    correct_threshold: float = 0.0
+
+
+class RewardStdFilter(FilterParams):
+    """Keeps groups of at least two rows whose rewards have a population std above the threshold."""
+
+    function: ClassVar[str] = "engines.algorithms.filters:reward_std"
+    name: Literal["reward_std_filter"] = "reward_std_filter"
+    threshold: float = Field(default=0.0, ge=0)
+
+
+class RewardFilter(FilterParams):
+    """Keeps rows with a reward of at least the threshold."""
+
+    function: ClassVar[str] = "engines.algorithms.filters:reward"
+    name: Literal["reward_filter"] = "reward_filter"
+    threshold: float = 0.0
+
+
+class BestOfGroup(FilterParams):
+    """Keeps the num_kept best rows of each group, the first ones among equals, if they reach min_reward.
+
+    RAFT, Dong et al. 2023, arXiv:2304.06767: fine-tuning on the best of n.
+    """
+
+    function: ClassVar[str] = "engines.algorithms.filters:best_of_group"
+    name: Literal["best_of_group"] = "best_of_group"
+    num_kept: int = Field(default=1, ge=1)
+    min_reward: float | None = None
+
+
+FILTERS: tuple[type[FilterParams], ...] = (DynamicSampling, RewardStdFilter, RewardFilter, BestOfGroup)
+"""Those that are built in."""
