@@ -54,9 +54,9 @@ def take_in(exps: Sequence[Experience], algorithm: Algorithm, limits: Limits) ->
         _check_needs(exp, algorithm, limits)
     if "pairs" in algorithm.needs:
         return Intake(_pairs(exps), _length_stats(exps))
-    rewards = _rewards(exps, algorithm, limits)
+    rewards = _rewards(exps, algorithm)
     stats = _length_stats(exps) | _reward_stats(exps)
-    rows = _rows(exps, rewards, algorithm)
+    rows = _rows(exps, _shaped(exps, rewards, algorithm, limits), algorithm)
     if rewards is None or not algorithm.filters:
         return Intake(rows, stats)
     kept, filter_stats = filtered(exps, rewards, algorithm.filters)
@@ -135,17 +135,21 @@ def _check_needs(exp: Experience, algorithm: Algorithm, limits: Limits) -> None:
             + ("" if algorithm.correction else ", or set algorithm.bypass_old_logprobs: false")
         )
     if "teacher_logprobs" in needs and exp.teacher_logprobs is None and not limits.has_teacher:
-        raise DataError(
-            f"{name} has no teacher_logprobs, and this algorithm needs them; set model.teacher_model_path"
-        )
+        raise DataError(f"{name} has no teacher_logprobs, and this algorithm needs them; set model.teacher_model_path")
 
 
-def _rewards(exps: Sequence[Experience], algorithm: Algorithm, limits: Limits) -> Float64s | None:
-    """[R] shaped, NaN for an expert's row; None if the algorithm has no rewards."""
+def _rewards(exps: Sequence[Experience], algorithm: Algorithm) -> Float64s | None:
+    """[R] as given, NaN for an expert's row; None if the algorithm has no rewards."""
     if "rewards" not in algorithm.needs:
         return None
-    rewards = np.array([math.nan if is_expert(exp, algorithm) else _required_reward(exp) for exp in exps])
-    if algorithm.shaping is None:
+    return np.array([math.nan if is_expert(exp, algorithm) else _required_reward(exp) for exp in exps])
+
+
+def _shaped(
+    exps: Sequence[Experience], rewards: Float64s | None, algorithm: Algorithm, limits: Limits
+) -> Float64s | None:
+    """[R] less what a response loses by its length."""
+    if rewards is None or algorithm.shaping is None:
         return rewards
     if limits.max_response_tokens is None:
         raise DataError("overlong shaping needs model.max_response_tokens: how long is too long")

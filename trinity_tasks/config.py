@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from engines.algorithms.presets import resolve
+from engines.algorithms.spec import Algorithm
 from engines.config import AlgorithmConfig, EngineConfig, Frozen, ModelConfig, Resume
 from engines.errors import ConfigError
 
@@ -54,6 +55,8 @@ class ExplorerInput(Frozen):
     """Tasks never trained on. Give a set that changes another name, so that its accuracies stay comparable."""
     default_workflow_type: Annotated[Literal["sample", "demonstrate"], Resume.FORK] = "sample"
     """sample: the model answers and is scored. demonstrate: the task's own answer is an expert experience (sft)."""
+    expert_taskset: TasksetConfig | None = None
+    """Tasks whose own answers are mixed in as expert experiences (mix, mix_chord)."""
 
     @model_validator(mode="after")
     def _names(self) -> Self:
@@ -77,6 +80,19 @@ class TrainerInput(Frozen):
 
     experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
     """The main buffer."""
+    expert_buffer: ExperienceBufferConfig = ExperienceBufferConfig(name="experts")
+    """Expert experiences, for algorithms that mix them in."""
+    expert_data_ratio: Annotated[float, Resume.FORK] = Field(default=0.5, gt=0, lt=1)
+    """Share of a batch that is the expert's, if the algorithm mixes them in."""
+
+    @model_validator(mode="after")
+    def _two_buffers(self) -> Self:
+        if self.experience_buffer.name == self.expert_buffer.name:
+            raise ValueError(
+                f"experience_buffer and expert_buffer have the same name, {self.expert_buffer.name!r}: one row cannot "
+                "be both"
+            )
+        return self
 
 
 class BufferConfig(Frozen):
@@ -85,7 +101,7 @@ class BufferConfig(Frozen):
     batch_size: Annotated[int, Resume.FORK] = Field(default=1, ge=1)
     """Tasks per explorer step."""
     train_batch_size: Annotated[int, Resume.FORK] = Field(default=0, ge=0)
-    """Experiences per train step. 0: batch_size x group size."""
+    """Experiences per train step, an expert's included. 0: batch_size x group size, with the expert's beside them."""
     explorer_input: ExplorerInput = ExplorerInput()
     """Tasks."""
     trainer_input: TrainerInput = TrainerInput()
@@ -254,15 +270,17 @@ class Config(Frozen):
                 self._check_stage(stage.stage_name)
             return self
         algorithm = resolve(self.algorithm)
-        if self.train_batch_size % algorithm.group_size:
+        sampled = self.train_batch_size - self.expert_batch_size
+        if sampled % algorithm.group_size or not sampled:
+            experts = f" less {self.expert_batch_size} of experts" if self.expert_batch_size else ""
             raise ValueError(
-                f"buffer.train_batch_size = {self.train_batch_size} does not hold whole groups of "
+                f"buffer.train_batch_size = {self.train_batch_size}{experts} does not hold whole groups of "
                 f"algorithm.repeat_times = {algorithm.group_size}; make it a multiple"
             )
-        if self.mode == "both" and self.buffer.explorer_input.taskset is None:
-            raise ValueError(
-                "mode: both needs buffer.explorer_input.taskset; mode: train reads a buffer that others fill"
-            )
+        if self.mode == "both":
+            self._check_exploring(algorithm)
+        if algorithm.shaping is not None and self.model.max_response_tokens is None:
+            raise ValueError("algorithm.overlong_shaping needs model.max_response_tokens: how long is too long")
         needs_end = self.algorithm.optimizer.lr_scheduler_type != "constant"
         if self.trainer.total_steps is None and (needs_end or self.mode == "both"):
             raise ValueError("trainer.total_steps is needed by mode: both and by schedules that decay")
@@ -271,6 +289,30 @@ class Config(Frozen):
                 "synchronizer.sync_method: nccl needs samplers in other processes; in mode: both use memory"
             )
         return self
+
+    def _check_exploring(self, algorithm: Algorithm) -> None:
+        tasks, needs = self.buffer.explorer_input, algorithm.needs
+        if tasks.taskset is None:
+            raise ValueError(
+                "mode: both needs buffer.explorer_input.taskset; mode: train reads a buffer that others fill"
+            )
+        name = self.algorithm.algorithm_type
+        if "pairs" in needs:
+            raise ValueError(
+                f"{name} trains on pairs of a preferred and a refused response, and the explorer writes none; use mode: "
+                "train and write them with ExperienceWriter"
+            )
+        if "rewards" in needs and tasks.default_workflow_type == "demonstrate":
+            raise ValueError(
+                f"{name} needs rewards, and default_workflow_type: demonstrate gives none; set it to sample, or use sft"
+            )
+        if "teacher_logprobs" in needs and self.model.teacher_model_path is None:
+            raise ValueError(f"{name} needs a teacher; set model.teacher_model_path")
+        if "expert_rows" in needs and tasks.expert_taskset is None:
+            raise ValueError(
+                f"{name} mixes in an expert's experiences; set buffer.explorer_input.expert_taskset: tasks whose own "
+                "answers are the expert's"
+            )
 
     def _check_stage(self, stage_name: str) -> None:
         """Raises ValidationError whose locations begin with the stage."""
@@ -295,8 +337,20 @@ class Config(Frozen):
 
     @property
     def train_batch_size(self) -> int:
-        """Experiences per train step."""
-        return self.buffer.train_batch_size or self.buffer.batch_size * self.group_size
+        """Experiences per train step, those of experts included."""
+        if self.buffer.train_batch_size:
+            return self.buffer.train_batch_size
+        return self.buffer.batch_size * self.group_size + self.expert_batch_size
+
+    @property
+    def expert_batch_size(self) -> int:
+        """Expert experiences per train step; 0 unless the algorithm mixes them in."""
+        if "expert_rows" not in resolve(self.algorithm).needs:
+            return 0
+        share, size = self.buffer.trainer_input.expert_data_ratio, self.buffer.train_batch_size
+        if size:
+            return math.ceil(share * size)
+        return round(self.buffer.batch_size * self.group_size * share / (1 - share))
 
     @property
     def job_path(self) -> str:

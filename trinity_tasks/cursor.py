@@ -59,6 +59,20 @@ class Cursor:
         others = [position for position in self.positions if position[0] != writer]
         return Cursor(tuple(sorted([*others, (writer, shard, row)])))
 
+    def part(self, prefix: str) -> Cursor:
+        """The positions of writers whose names begin so, without the prefix."""
+        named = (position for position in self.positions if position[0].startswith(prefix))
+        return Cursor(tuple((name.removeprefix(prefix), shard, row) for name, shard, row in named))
+
+    def without(self, prefix: str) -> Cursor:
+        """The positions of all other writers."""
+        return Cursor(tuple(position for position in self.positions if not position[0].startswith(prefix)))
+
+    def with_part(self, prefix: str, part: Cursor) -> Cursor:
+        """This cursor with the positions of `part` under the prefix."""
+        named = ((prefix + name, shard, row) for name, shard, row in part.positions)
+        return Cursor(tuple(sorted([*self.without(prefix).positions, *named])))
+
     def to_json(self) -> dict[str, JsonValue]:
         """writer -> [shard index, row]."""
         return {writer: [shard, row] for writer, shard, row in self.positions}

@@ -13,14 +13,17 @@ import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from engines.algorithms.presets import resolve
+from engines.algorithms.spec import GroupFilterParams, name_of
 from engines.base import Completion, Sampler
 from engines.config import ModelConfig
-from engines.errors import DataError
+from engines.errors import DataError, StarvedError
 from engines.experience import EID, Experience
+from engines.intake import filtered
 from engines.text import Tokenizer, decode_response, encode_example, encode_prompt
 from trinity_tasks.buffer import ExperienceWriter
 from trinity_tasks.config import Config
@@ -36,32 +39,51 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+ROUND_STRIDE = 100_000_000
+"""Distance between the task numbers of a step's rounds; the numbers of one round follow those of the step before."""
+
+
+class _Round(NamedTuple):
+    """One batch of tasks, sampled and scored."""
+
+    groups: list[list[Experience]]
+    sample_s: float
+    reward_s: float
+
+
 class Explorer:
-    """Writes one shard of experiences per step, by sampling the model or by showing the task's own answer."""
+    """Writes one shard of experiences per step, by sampling the model or by showing the task's own answer.
+
+    Where the algorithm mixes in an expert's experiences, a step also writes one shard of those, to their own buffer.
+    """
 
     def __init__(self, config: Config, store: Storage, tokenizer: Tokenizer, sampler: Sampler | None) -> None:
-        taskset = config.buffer.explorer_input.taskset
-        assert taskset is not None, "Config guarantees a taskset in mode: both"
+        tasks = config.buffer.explorer_input
+        assert tasks.taskset is not None, "Config guarantees a taskset in mode: both"
         self._config = config
-        algorithm = resolve(config.algorithm)
-        self._group_size = algorithm.group_size
+        self._algorithm = resolve(config.algorithm)
         self._tokenizer = tokenizer
         self._sampler = sampler
-        self._taskset: Taskset = build_taskset(taskset)
-        self._reward: RewardFn = load_reward(taskset.reward_fn, required="rewards" in algorithm.needs)
+        self._taskset: Taskset = build_taskset(tasks.taskset)
+        self._reward: RewardFn = load_reward(tasks.taskset.reward_fn, required="rewards" in self._algorithm.needs)
         limits = RowLimits(  # not the tokenizer's size: embeddings are often padded, and the model may sample what pads
             max_prompt_tokens=config.model.max_prompt_tokens,
             max_response_tokens=config.model.max_response_tokens,
             max_model_len=config.model.max_model_len,
         )
-        buffer = config.buffer.trainer_input.experience_buffer.name
-        self._writer = ExperienceWriter(store, buffer, config.explorer.name, limits, durable=False)
+        buffers, name = config.buffer.trainer_input, config.explorer.name
+        self._writer = ExperienceWriter(store, buffers.experience_buffer.name, name, limits, durable=False)
+        self._expert_tasks: Taskset | None = None
+        if config.expert_batch_size and tasks.expert_taskset is not None:
+            self._expert_tasks = build_taskset(tasks.expert_taskset)
+            self._expert_writer = ExperienceWriter(store, buffers.expert_buffer.name, name, limits, durable=False)
         self._worker = ThreadPoolExecutor(1, "explorer")
 
     @property
     def tasks_sha256(self) -> str | None:
-        """Content of the file of the tasks; None if they are generated."""
-        return self._taskset.content_sha256
+        """Content of the files of the tasks; None if all are generated."""
+        digests = [each.content_sha256 for each in (self._taskset, self._expert_tasks) if each is not None]
+        return "+".join(digest or "" for digest in digests).strip("+") or None
 
     @property
     def num_steps(self) -> int:
@@ -71,21 +93,26 @@ class Explorer:
     async def explore_step(self) -> dict[str, float]:
         """Write the next shard. Safe to repeat: a shard that exists is kept.
 
-        Raises DataError (a task, answer or reward that cannot be used; it is named), StorageError.
+        Raises DataError (a task, answer or reward that cannot be used; it is named), StorageError, StarvedError (the
+        filters of the algorithm leave too few groups).
         """
         return await asyncio.wrap_future(self._worker.submit(self._explore))
 
     def _explore(self) -> dict[str, float]:
         step = self._writer.next_index
-        tasks = self._taskset.batch(step, self._config.buffer.batch_size)
-        demonstrate = self._config.buffer.explorer_input.default_workflow_type == "demonstrate"
-        rows, metrics = self._demonstrate(step, tasks) if demonstrate else self._sample(step, tasks)
-        with contextlib.suppress(FileExistsError):  # written before, by this or another process: it is kept
-            self._writer.write(rows, index=step)
-        self._writer.next_index = step + 1
+        if self._expert_tasks is not None:
+            tasks = self._expert_tasks.batch(step, self._config.expert_batch_size)
+            _keep(self._expert_writer, self._demonstrations(f"expert-{step}", step, tasks), step)
+        if self._config.buffer.explorer_input.default_workflow_type == "demonstrate":
+            tasks = self._taskset.batch(step, self._config.buffer.batch_size)
+            rows = self._demonstrations(step, step, tasks)
+            metrics = {"explore/num_rows": float(len(rows))}
+        else:
+            rows, metrics = self._sample(step)
+        _keep(self._writer, rows, step)
         return metrics
 
-    def _demonstrate(self, step: int, tasks: Sequence[Task]) -> tuple[list[Experience], dict[str, float]]:
+    def _demonstrations(self, batch: int | str, step: int, tasks: Sequence[Task]) -> list[Experience]:
         rows: list[Experience] = []
         for position, task in enumerate(tasks):
             tokens, prompt_length = encode_example(self._tokenizer, task.messages, task.answer)
@@ -93,39 +120,85 @@ class Explorer:
                 Experience(
                     tokens=np.asarray(tokens, np.int32),
                     prompt_length=prompt_length,
-                    eid=EID(batch=step, task=position, suffix=self._suffix(step, position, 0)),
+                    eid=EID(batch=batch, task=position, suffix=self._suffix(step, position, 0)),
                     info={"task_index": task.index, "is_expert": True},
                     prompt_text=task.question,
                     response_text=task.answer,
                 )
             )
-        return rows, {"explore/num_rows": float(len(rows))}
+        return rows
 
-    def _sample(self, step: int, tasks: Sequence[Task]) -> tuple[list[Experience], dict[str, float]]:
-        assert self._sampler is not None, "workflow `sample` needs a sampler"
-        started = time.perf_counter()
-        seed = derive_seed(self._config.seed, self._config.explorer.name, step)
-        prompts = [encode_task(self._tokenizer, task, self._config.model) for task in tasks]
-        groups = sample(self._sampler, prompts, self._config, n=self._group_size, seed=seed)
-        sampled = time.perf_counter()
-        rows = [
-            self._row(EID(step, position, run, suffix=self._suffix(step, position, run)), task, prompt, completion)
-            for position, (task, prompt, group) in enumerate(zip(tasks, prompts, groups, strict=True))
-            for run, completion in enumerate(group)
-        ]
-        rewards = [row.reward for row in rows if row.reward is not None]
-        num_tokens = sum(row.response_length for row in rows)
-        return rows, {
+    def _sample(self, step: int) -> tuple[list[Experience], dict[str, float]]:
+        """The groups of a step that the filters let through, as many as there are tasks in a batch."""
+        wanted = self._config.buffer.batch_size
+        filters = [each for each in self._algorithm.filters if isinstance(each, GroupFilterParams) and each.refill]
+        rounds = [self._round(step, 0)]
+        kept = _passing(rounds[0].groups, filters)
+        while len(kept) < wanted:
+            if len(rounds) >= min(each.max_rounds for each in filters):
+                raise StarvedError(
+                    f"explorer step {step}: {len(rounds)} rounds of {wanted} tasks gave {len(kept)} groups that "
+                    f"{', '.join(name_of(each) for each in filters)} let through, {wanted} are needed: almost all "
+                    "answers to a task get the same reward. Use easier or harder tasks, or raise max_rounds of the "
+                    "filter in algorithm.filters"
+                )
+            rounds.append(self._round(step, len(rounds)))
+            kept += _passing(rounds[-1].groups, filters)
+        rows = [row for group in kept[:wanted] for row in group]
+        if filters:
+            share = 1 - wanted / sum(len(each.groups) for each in rounds)
+            for row in rows:
+                row.metrics |= {"num_rounds": float(len(rounds)), "unused_share": share}
+        return rows, self._metrics(rounds, rows)
+
+    def _metrics(self, rounds: Sequence[_Round], rows: Sequence[Experience]) -> dict[str, float]:
+        assert self._sampler is not None
+        sampled = [row for each in rounds for group in each.groups for row in group]
+        rewards = [row.reward for row in sampled if row.reward is not None]
+        num_tokens = sum(row.response_length for row in sampled)
+        sample_s = sum(each.sample_s for each in rounds)
+        return {
             "explore/reward_mean": float(np.mean(rewards)) if rewards else 0.0,
             "explore/num_rows": float(len(rows)),
-            "explore/num_unscored": float(len(rows) - len(rewards)),
+            "explore/num_unused": float(len(sampled) - len(rows)),
+            "explore/num_unscored": float(len(sampled) - len(rewards)),
             "explore/num_tokens": float(num_tokens),
-            "explore/truncated_share": float(np.mean([row.truncate_status is not None for row in rows])),
+            "explore/truncated_share": float(np.mean([row.truncate_status is not None for row in sampled])),
             "explore/model_version": float(self._sampler.version),
-            "perf/sample_tokens_per_s": num_tokens / max(sampled - started, 1e-9),
-            "time/sample_s": sampled - started,
-            "time/reward_s": time.perf_counter() - sampled,
+            "perf/sample_tokens_per_s": num_tokens / max(sample_s, 1e-9),
+            "time/sample_s": sample_s,
+            "time/reward_s": sum(each.reward_s for each in rounds),
         }
+
+    def _round(self, step: int, number: int) -> _Round:
+        """One group for each of a batch of tasks."""
+        assert self._sampler is not None, "workflow `sample` needs a sampler"
+        started, size = time.perf_counter(), self._config.buffer.batch_size
+        tasks = [self._taskset[number * ROUND_STRIDE + index] for index in range(step * size, (step + 1) * size)]
+        seed = derive_seed(self._config.seed, self._config.explorer.name, step, *((number,) if number else ()))
+        prompts = [encode_task(self._tokenizer, task, self._config.model) for task in tasks]
+        completions = sample(self._sampler, prompts, self._config, n=self._algorithm.group_size, seed=seed)
+        baselines: list[dict[str, float | None]] = [{} for _ in tasks]
+        if "greedy_baseline" in self._algorithm.needs:
+            greedy = sample(self._sampler, prompts, self._config, n=1, seed=seed, temperature=0.0)
+            baselines = [
+                {"reward_baseline": self._reward(task, decode_response(self._tokenizer, answers[0].tokens))}
+                for task, answers in zip(tasks, greedy, strict=True)
+            ]
+        sampled = time.perf_counter()
+        groups = [
+            [
+                self._row(EID(step, position, run, suffix=self._suffix(step, position, run)), task, prompt, completion)
+                for run, completion in enumerate(group)
+            ]
+            for position, (task, prompt, group) in enumerate(
+                zip(tasks, prompts, completions, strict=True), number * size
+            )
+        ]
+        for group, baseline in zip(groups, baselines, strict=True):
+            for row in group:
+                row.info |= baseline
+        return _Round(groups, sampled - started, time.perf_counter() - sampled)
 
     def _row(self, eid: EID, task: Task, prompt: Sequence[int], completion: Completion) -> Experience:
         assert self._sampler is not None
@@ -148,10 +221,30 @@ class Explorer:
     def end(self) -> None:
         """Tell readers that this writer has written its last shard."""
         self._writer.end()
+        if self._expert_tasks is not None:
+            self._expert_writer.end()
 
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""
         self._worker.shutdown()
+
+
+def _keep(writer: ExperienceWriter, rows: Sequence[Experience], step: int) -> None:
+    """Write the shard of a step; one that was written before, by this or another process, is kept."""
+    with contextlib.suppress(FileExistsError):
+        writer.write(rows, index=step)
+    writer.next_index = step + 1
+
+
+def _passing(groups: Sequence[list[Experience]], filters: Sequence[GroupFilterParams]) -> list[list[Experience]]:
+    """The groups that all filters let through."""
+    if not filters:
+        return list(groups)
+    rows = [row for group in groups for row in group]
+    rewards = np.array([row.reward for row in rows], np.float64)
+    kept = filtered(rows, rewards, filters)[0]
+    starts = np.cumsum([0, *(len(group) for group in groups)])
+    return [group for group, start in zip(groups, starts, strict=False) if kept[start]]
 
 
 def encode_task(tokenizer: Tokenizer, task: Task, model: ModelConfig) -> list[int]:
@@ -168,9 +261,16 @@ def encode_task(tokenizer: Tokenizer, task: Task, model: ModelConfig) -> list[in
 
 
 def sample(
-    sampler: Sampler, prompts: Sequence[Sequence[int]], config: Config, *, n: int, seed: int
+    sampler: Sampler,
+    prompts: Sequence[Sequence[int]],
+    config: Config,
+    *,
+    n: int,
+    seed: int,
+    temperature: float | None = None,
 ) -> list[list[Completion]]:
-    """n completions per prompt, within the model's limits."""
+    """n completions per prompt, within the model's limits, at the model's temperature unless another is given."""
     model = config.model
     max_tokens = model.max_response_tokens or model.max_model_len  # the sampler stops each row at max_model_len
-    return sampler.generate(prompts, n=n, max_tokens=max_tokens, temperature=model.temperature, seed=seed)
+    heat = model.temperature if temperature is None else temperature
+    return sampler.generate(prompts, n=n, max_tokens=max_tokens, temperature=heat, seed=seed)

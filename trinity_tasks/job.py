@@ -25,6 +25,7 @@ from trinity_tasks.config import Config
 from trinity_tasks.config_source import changes, fingerprint
 from trinity_tasks.lease import Lease
 from trinity_tasks.ledger import Ledger
+from trinity_tasks.mixed_reader import MixedReader
 from trinity_tasks.storage import DamagedObject, Storage
 from trinity_tasks.tracking import Tracker
 from trinity_tasks.weights import WeightStore
@@ -79,7 +80,12 @@ class Job:
         self.weights = WeightStore(store, lease)
         buffer = config.buffer.trainer_input.experience_buffer.name
         writers = [config.explorer.name] if config.mode == "both" else None
-        self.reader = ExperienceReader(store, buffer, writers=writers)
+        sampled = ExperienceReader(store, buffer, writers=writers)
+        self.reader: ExperienceReader | MixedReader = sampled
+        if num_experts := config.expert_batch_size:
+            name = config.buffer.trainer_input.expert_buffer.name
+            experts = ExperienceReader(store, name, writers=writers)
+            self.reader = MixedReader(sampled, experts, name, num_experts)
 
     @property
     def url(self) -> str:

@@ -60,7 +60,7 @@ class LedgerEntry(Frozen):
         cls, step: int, ref: BatchRef, rows: Sequence[Experience], *, before: Cursor, after: Cursor, attempt: int
     ) -> Self:
         """The entry for a batch that `ExperienceReader.claim` gave and `read` turned into rows."""
-        versions = [row.model_version for row in rows]
+        versions = policy_versions(rows)
         return cls(
             step=step,
             attempt=attempt,
@@ -77,6 +77,12 @@ class LedgerEntry(Frozen):
     def ref(self) -> BatchRef:
         """What `ExperienceReader.read` takes."""
         return BatchRef(self.ranges, self.num_rows)
+
+
+def policy_versions(rows: Sequence[Experience]) -> list[int]:
+    """Train steps of the weights that sampled the rows; an expert's rows were not sampled, and count only alone."""
+    sampled = [row.model_version for row in rows if not row.info.get("is_expert")]
+    return sampled or [row.model_version for row in rows]
 
 
 class Ledger:

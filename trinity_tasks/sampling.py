@@ -9,17 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from engines.errors import StarvedError
 from engines.experience import Experience
-from trinity_tasks.buffer import Availability, BatchRef, Cursor, ExperienceReader
-from trinity_tasks.ledger import Ledger, LedgerEntry
+from trinity_tasks.buffer import Availability, BatchRef, Cursor
+from trinity_tasks.ledger import Ledger, LedgerEntry, policy_versions
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 REPORT_EVERY_S = 30.0
+
+
+class Reader(Protocol):
+    """What batches are taken from: `ExperienceReader`, `MixedReader`."""
+
+    def claim(self, cursor: Cursor, num_rows: int) -> tuple[BatchRef, Cursor] | None:
+        """The next rows and the cursor behind them, or None if there are not enough yet."""
+        ...
+
+    def availability(self, cursor: Cursor, needed: int) -> Availability:
+        """How much lies beyond the cursor, and whether more may come."""
+        ...
+
+    def read(self, ref: BatchRef) -> list[Experience]:
+        """The rows of a batch, in its order."""
+        ...
 
 
 class Batch(NamedTuple):
@@ -33,7 +52,7 @@ class Batch(NamedTuple):
 class BatchSource:
     """Batches of one job, in the order that the ledger fixes."""
 
-    def __init__(self, reader: ExperienceReader, ledger: Ledger, *, batch_size: int, timeout_s: float) -> None:
+    def __init__(self, reader: Reader, ledger: Ledger, *, batch_size: int, timeout_s: float) -> None:
         self._reader = reader
         self._ledger = ledger
         self._batch_size = batch_size
@@ -82,6 +101,29 @@ class BatchSource:
                 logger.warning("step %d waits for experiences since %.0f s: %s", step, waited, _counts(state))
             await asyncio.sleep(min(POLL_S, self._timeout_s - waited))
         return claimed
+
+
+def batch_metrics(exps: Sequence[Experience], step: int) -> dict[str, float]:
+    """Facts about a batch that need no model; lag: train steps between the sampling weights and this step's.
+
+    experience/<name> is the mean of what the rows' own `metrics` say.
+    """
+    versions = np.asarray(policy_versions(exps))
+    own: dict[str, list[float]] = {}
+    for exp in exps:
+        for name, value in exp.metrics.items():
+            own.setdefault(f"experience/{name}", []).append(value)
+    return {
+        **{name: float(np.mean(values)) for name, values in own.items()},
+        "sample/task_count": float(len({exp.eid.tid for exp in exps})),
+        "sample/num_rows": float(len(exps)),
+        "sample/num_unscored": float(sum(exp.reward is None for exp in exps)),
+        "sample/truncated_share": sum(exp.truncate_status is not None for exp in exps) / len(exps),
+        "sample/model_version_min": float(versions.min()),
+        "sample/model_version_mean": float(versions.mean()),
+        "sample/model_version_max": float(versions.max()),
+        "sample/lag_max": float(step - 1 - versions.min()),
+    }
 
 
 def _counts(state: Availability) -> str:

@@ -18,8 +18,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from engines.base import SamplingEngine, TrainEngineWrapper
 from engines.errors import CheckpointError, ConfigError, StarvedError
 from engines.experience import Experience
@@ -32,7 +30,7 @@ from trinity_tasks.evaluator import Evaluator
 from trinity_tasks.explorer import Explorer
 from trinity_tasks.job import Job, fetch_model, open_tracker
 from trinity_tasks.loop import Steps, training_loop
-from trinity_tasks.sampling import Batch, BatchSource
+from trinity_tasks.sampling import Batch, BatchSource, batch_metrics
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.tracking import Tracker
 
@@ -311,7 +309,7 @@ class Trainer:
             waiting.cancel()
         batch = waiting.result()
         if batch is not None:
-            self._metrics |= _batch_metrics(batch.experiences, step)
+            self._metrics |= batch_metrics(batch.experiences, step)
             self._metrics["time/read_experience_s"] = time.perf_counter() - started
         return batch
 
@@ -471,18 +469,3 @@ class Trainer:
         staged.mkdir()
         self.engine.staging_dir = staged
         return staged
-
-
-def _batch_metrics(exps: list[Experience], step: int) -> dict[str, float]:
-    """Facts about a batch that need no model. Lag: train steps between the sampling weights and this step's."""
-    versions = np.asarray([exp.model_version for exp in exps])
-    return {
-        "sample/task_count": float(len({exp.eid.tid for exp in exps})),
-        "sample/num_rows": float(len(exps)),
-        "sample/num_unscored": float(sum(exp.reward is None for exp in exps)),
-        "sample/truncated_share": sum(exp.truncate_status is not None for exp in exps) / len(exps),
-        "sample/model_version_min": float(versions.min()),
-        "sample/model_version_mean": float(versions.mean()),
-        "sample/model_version_max": float(versions.max()),
-        "sample/lag_max": float(step - 1 - versions.min()),
-    }

@@ -164,11 +164,22 @@ class OverlongShaping(Params):
 class FilterParams(Params):
     """Base of the filters: which rows of a whole batch take part. The function is (FilterInputs, params) -> [R] kept.
 
-    In mode both they act before rows are written, and the explorer samples until the batch is full again.
+    Filters see rewards as they were given, before shaping.
     """
 
 
-class DynamicSampling(FilterParams):
+class GroupFilterParams(FilterParams):
+    """Base of the filters that keep or drop whole groups.
+
+    With `refill`, the explorer of mode both drops before it writes, and samples more tasks until the batch is full.
+    """
+
+    refill: bool = True
+    max_rounds: int = Field(default=10, ge=1)
+    """Batches of tasks that are sampled for one step before the explorer gives up."""
+
+
+class DynamicSampling(GroupFilterParams):
     """Keeps groups that are neither all right nor all wrong. DAPO, arXiv:2503.14476, 3.2.
 
     Right: `metrics[metric_key]`, or the reward where that is missing, is above correct_threshold.
@@ -180,11 +191,12 @@ class DynamicSampling(FilterParams):
     correct_threshold: float = 0.0
 
 
-class RewardStdFilter(FilterParams):
+class RewardStdFilter(GroupFilterParams):
     """Keeps groups of at least two rows whose rewards have a population std above the threshold."""
 
     function: ClassVar[str] = "engines.algorithms.filters:reward_std"
     name: Literal["reward_std_filter"] = "reward_std_filter"
+    refill: bool = False
     threshold: float = Field(default=0.0, ge=0)
 
 
