@@ -299,8 +299,8 @@ class Config(Frozen):
         name = self.algorithm.algorithm_type
         if "pairs" in needs:
             raise ValueError(
-                f"{name} trains on pairs of a preferred and a refused response, and the explorer writes none; use mode: "
-                "train and write them with ExperienceWriter"
+                f"{name} trains on pairs of a preferred and a refused response, and the explorer writes none; use "
+                "mode: train, and write them with ExperienceWriter"
             )
         if "rewards" in needs and tasks.default_workflow_type == "demonstrate":
             raise ValueError(
