@@ -28,13 +28,15 @@ from engines.algorithms.spec import (
 )
 
 MAX_LOG_RATIO = 20.0
-"""The log ratio is clamped before exp: one token at e^90 would make the loss inf and lose the update."""
+"""PPO and importance sampling clamp the log ratio before exp, as verl and Trinity-RFT do."""
+MAX_EXPONENT = 80.0
+"""The other losses take ratios as they are, up to what float32 holds: at e^90 the loss is inf, the update is lost."""
 
 
-def log_ratio(x: LossInputs) -> Tensor:
-    """[A] lp - old, clamped."""
+def log_ratio(x: LossInputs, bound: float = MAX_EXPONENT) -> Tensor:
+    """[A] lp - old, within +-bound."""
     assert x.old_logprobs is not None
-    return (x.logprobs - x.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (x.logprobs - x.old_logprobs).clamp(-bound, bound)
 
 
 def advantages(x: LossInputs) -> Tensor:
@@ -61,7 +63,7 @@ def fraction(condition: Tensor, like: Tensor) -> Stat:
 def ppo_clip(x: LossInputs, p: PpoClip) -> TokenLoss:
     """[A] clipped surrogate; see `PpoClip`."""
     advantage = advantages(x)
-    logs = x.logprobs - x.logprobs.detach() if p.fallback_to_policy_gradient else log_ratio(x)
+    logs = x.logprobs - x.logprobs.detach() if p.fallback_to_policy_gradient else log_ratio(x, MAX_LOG_RATIO)
     ratio = logs.exp()
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - p.low, 1 + p.high)
@@ -94,7 +96,7 @@ def clip_cov(x: LossInputs, p: ClipCov) -> TokenLoss:
 def kl_cov(x: LossInputs, p: KlCov) -> TokenLoss:
     """[A] surrogate, with a KL penalty on the selected tokens; see `KlCov`."""
     assert x.selected is not None
-    logs = log_ratio(x)
+    logs = log_ratio(x, MAX_LOG_RATIO)
     value = -advantages(x) * logs.exp()
     value = torch.where(x.selected, value + p.ppo_kl_coef * logs.abs(), value)
     stats = {"policy/selected_fraction": fraction(x.selected, value), **ratio_stats(logs)}
@@ -105,7 +107,7 @@ def gspo(x: LossInputs, p: Gspo) -> TokenLoss:
     """[A] clipped surrogate on the ratio of the sequence; see `Gspo`."""
     assert x.old_logprobs is not None
     advantage = advantages(x)
-    sequence_logs = x.sequence_mean((x.logprobs - x.old_logprobs).detach()).clamp(max=MAX_LOG_RATIO)
+    sequence_logs = x.sequence_mean((x.logprobs - x.old_logprobs).detach()).clamp(max=MAX_EXPONENT)
     ratio = (x.logprobs - x.logprobs.detach() + sequence_logs[x.row_of_token]).exp()
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - p.clip_range_low, 1 + p.clip_range_high)
@@ -165,7 +167,7 @@ def opmd(x: LossInputs, p: OpmdLoss) -> TokenLoss:
 def importance_sampling(x: LossInputs, p: ImportanceSampling) -> TokenLoss:
     """[A] off-policy policy gradient; see `ImportanceSampling`."""
     del p
-    logs = log_ratio(x)
+    logs = log_ratio(x, MAX_LOG_RATIO)
     return TokenLoss(-advantages(x) * logs.exp(), stats=ratio_stats(logs))
 
 
@@ -174,7 +176,7 @@ def rec(x: LossInputs, p: RecLoss) -> TokenLoss:
     assert x.old_logprobs is not None
     advantage, logs = advantages(x), log_ratio(x)
     ratio = logs.detach().exp()
-    of_sequence = x.sequence_mean((x.logprobs - x.old_logprobs).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_sequence = x.sequence_mean((x.logprobs - x.old_logprobs).detach()).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     sequence_ratio = of_sequence.exp()[x.row_of_token]
     passes = _rec_gate(sequence_ratio if p.clip_mode == "gspo-one-side" else ratio, advantage, p)
     weights = {

@@ -29,9 +29,9 @@ class Objective:
         """Raises ConfigError for a function that does not exist."""
         self.algorithm = algorithm
         self._terms: dict[str, tuple[Term, Params]] = {"loss/policy": (function_of(algorithm.loss), algorithm.loss)}
-        if algorithm.kl.kl_coef:
+        if algorithm.kl.active:
             self._terms["loss/kl"] = (function_of(algorithm.kl), algorithm.kl)
-        if algorithm.entropy.entropy_coef:
+        if algorithm.entropy.active:
             self._terms["loss/entropy"] = (function_of(algorithm.entropy), algorithm.entropy)
         correction = algorithm.correction
         self._correction = None if correction is None else (function_of(correction), correction)

@@ -62,7 +62,7 @@ class TrainStep:
         self.kl_coefficients = {
             part: params.kl_coef
             for part in KL_MEASURES
-            if isinstance(params := getattr(algorithm, part), KlParams) and params.adaptive
+            if isinstance(params := getattr(algorithm, part), KlParams) and params.active and params.adaptive
         }
         """Adapted so far; part of the snapshot."""
 

@@ -1,6 +1,8 @@
 """Losses by hand, their gradients, and the KL gradients on a policy small enough to enumerate."""
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,28 @@ from torch import Tensor
 
 from engines.algorithms.inputs import LossInputs
 from engines.algorithms.kl import k1, k2, k3
-from engines.algorithms.losses import ppo_clip, sft
+from engines.algorithms.losses import ppo_clip, rec, sft
 from engines.algorithms.objective import Objective
 from engines.algorithms.reduce import Counts, StatTotals, aggregate, counts_by_part
-from engines.algorithms.spec import Aggregation, Algorithm, EntropyBonus, Grpo, KlInLoss, PpoClip, Sft
+from engines.algorithms.spec import (
+    Aggregation,
+    Algorithm,
+    Cispo,
+    EntropyBonus,
+    Grpo,
+    Gspo,
+    KlInLoss,
+    LossParams,
+    NoEntropy,
+    NoKl,
+    PpoClip,
+    RecLoss,
+    Sapo,
+    Sft,
+    Topr,
+    function_of,
+    name_of,
+)
 
 MODES: list[Aggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -203,3 +223,38 @@ def test_float32_agrees_with_float64() -> None:
     counts, objective = counts_by_part(lengths, lengths, [False] * 3), Objective(algorithm)
     single, double = (objective.loss(random_inputs(lengths, d), counts) for d in (torch.float32, torch.float64))
     assert float(single[0].detach()) == pytest.approx(float(double[0].detach()), rel=1e-5)
+
+
+RATIO_LOSSES = [RecLoss(weight="importance_sampling"), Cispo(), Gspo(), Sapo(), Topr(), PpoClip()]
+
+
+@pytest.mark.parametrize("params", RATIO_LOSSES, ids=name_of)
+@pytest.mark.parametrize("exponent", [25.0, 90.0])
+def test_extreme_ratios_are_finite_in_float32(exponent: float, params: LossParams) -> None:
+    x = at_ratio([math.exp(exponent)], [-1.0])
+    assert x.old_logprobs is not None
+    assert x.advantages is not None
+    single = dataclasses.replace(
+        x, logprobs=x.logprobs.float(), old_logprobs=x.old_logprobs.float(), advantages=x.advantages.float()
+    )
+    value = function_of(params)(single, params).value
+    (gradient,) = torch.autograd.grad(value.sum(), x.logprobs)
+    assert bool(torch.isfinite(value).all())
+    assert bool(torch.isfinite(gradient).all())
+
+
+def test_weight_of_rec_is_the_ratio_itself() -> None:
+    """Not one that is clamped as in PPO."""
+    x = at_ratio([math.exp(25.0)], [-1.0])
+    value = rec(x, RecLoss(weight="importance_sampling")).value.detach()
+    assert float(value) == pytest.approx(math.exp(25.0) * float(x.logprobs.detach()), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["kl", "entropy"])
+def test_none_with_a_coefficient_is_still_no_term(kind: str) -> None:
+    none = {"kl": NoKl(kl_coef=0.05, adaptive=True, target_kl=0.1, horizon=10), "entropy": NoEntropy(entropy_coef=0.05)}
+    parts: dict[str, Any] = {kind: none[kind]}
+    algorithm = Algorithm(advantage=Grpo(), loss=PpoClip(), **parts)
+    assert algorithm.needs == {"rewards", "old_logprobs", "rollout_logprobs"}
+    _, stats = Objective(algorithm).loss(random_inputs([2, 3]), counts_by_part([2, 3], [2, 3], [False] * 2))
+    assert f"loss/{kind}" not in stats

@@ -104,4 +104,4 @@ class Algorithm(Frozen):
     @property
     def has_reward_penalty(self) -> bool:
         """Whether rewards are lowered by a KL."""
-        return isinstance(self.kl_penalty, KlInReward) and bool(self.kl_penalty.kl_coef)
+        return isinstance(self.kl_penalty, KlInReward) and self.kl_penalty.active

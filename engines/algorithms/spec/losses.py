@@ -1,7 +1,8 @@
 """Parameters of the policy losses. Formulas are computed by `engines.algorithms.losses`, `.mixing`, `.preference`.
 
 Notation: lp, old logprob of a token under the policy that is trained and under the one that the ratio is taken to; r =
-exp(lp - old), clamped to e^+-20; A advantage; sg() stops the gradient. All losses are minimised; none divides.
+exp(lp - old), in ppo and importance_sampling within e^+-20; A advantage; sg() stops the gradient. All losses are
+minimised; none divides.
 """
 
 from __future__ import annotations

@@ -47,9 +47,14 @@ class KlParams(Params):
         return self
 
     @property
+    def active(self) -> bool:
+        """Whether there is such a term."""
+        return self.kl_coef > 0
+
+    @property
     def needs(self) -> Needs:
-        """A reference model, if the coefficient is not 0."""
-        return REFERENCE if self.kl_coef else NOTHING
+        """A reference model, if there is a term."""
+        return REFERENCE if self.active else NOTHING
 
 
 class NoKl(KlParams):
@@ -58,6 +63,11 @@ class NoKl(KlParams):
     name: Literal["none"] = "none"
     kl_coef: float = 0.0
     """Not used."""
+
+    @property
+    def active(self) -> bool:
+        """Never, whatever the coefficient."""
+        return False
 
 
 class KlInLoss(KlParams):
@@ -72,7 +82,7 @@ class KlInLoss(KlParams):
     @property
     def needs(self) -> Needs:
         """corrected_k3 reads the ratio."""
-        return super().needs | (OLD if self.kl_coef and self.name == "corrected_k3" else NOTHING)
+        return super().needs | (OLD if self.active and self.name == "corrected_k3" else NOTHING)
 
     @model_validator(mode="before")
     @classmethod
@@ -93,7 +103,7 @@ class KlInReward(KlParams):
     @property
     def needs(self) -> Needs:
         """The old policy's logprobs beside the reference's."""
-        return super().needs | (OLD if self.kl_coef else NOTHING)
+        return super().needs | (OLD if self.active else NOTHING)
 
 
 class EntropyParams(Params):
@@ -102,9 +112,14 @@ class EntropyParams(Params):
     entropy_coef: float = Field(default=0.0, ge=0)
 
     @property
+    def active(self) -> bool:
+        """Whether there is such a term."""
+        return self.entropy_coef > 0
+
+    @property
     def needs(self) -> Needs:
-        """Entropies, if the coefficient is not 0."""
-        return ENTROPY if self.entropy_coef else NOTHING
+        """Entropies, if there is a term."""
+        return ENTROPY if self.active else NOTHING
 
 
 class NoEntropy(EntropyParams):
@@ -113,6 +128,11 @@ class NoEntropy(EntropyParams):
     name: Literal["none"] = "none"
     entropy_coef: float = 0.0
     """Not used."""
+
+    @property
+    def active(self) -> bool:
+        """Never, whatever the coefficient."""
+        return False
 
 
 class EntropyBonus(EntropyParams):
