@@ -58,7 +58,8 @@ def with_advantages(rows: StepRows, algorithm: Algorithm, seed: int) -> tuple[St
     if result.kept_tokens is not None:
         kept_tokens = _merged(rows, sampled, ~result.kept_tokens)
         rows = rows.without_tokens(~np.concatenate([*kept_tokens, np.empty(0)]).astype(np.bool_))
-    return rows.chosen(np.flatnonzero(kept).tolist()).trained(), result.stats
+    repeated = [] if result.repeated is None else [sampled[row] for row in result.repeated]
+    return rows.chosen([*np.flatnonzero(kept).tolist(), *repeated]).trained(), result.stats
 
 
 def _computed(rows: StepRows, algorithm: Algorithm, seed: int) -> Advantages:

@@ -74,6 +74,8 @@ class Advantages:
     """[R] False: the row takes no part in the step, denominators included. None: all do."""
     kept_tokens: Bools | None = None
     """[N] False: the token takes no part. None: all do."""
+    repeated: Int64s | None = None
+    """[C] rows that take part once more. None: none do."""
     returns: Float64s | None = None
     """[N] what the critic learns."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
@@ -108,7 +110,16 @@ def grpo(x: AdvantageInputs, p: Grpo) -> Advantages:
     rewards = x.rewards if p.rank_penalty is None else _rank_penalised(x, p.rank_penalty)
     values, kept = normalised(rewards, x.groups, p.epsilon, p.std_threshold, p.std_cal_level, p.normalize)
     stats = group_stats(x) | {"groups/num_dropped_rows": float(len(kept) - kept.sum())}
-    return Advantages(x.spread(values), kept, stats=stats)
+    repeated = _in_place_of_dropped(x, kept) if p.duplicate_experiences else None
+    return Advantages(x.spread(values), kept, repeated=repeated, stats=stats)
+
+
+def _in_place_of_dropped(x: AdvantageInputs, kept: Bools) -> Int64s:
+    """[C] rows of as many kept groups as were dropped, drawn with replacement; none if none was kept."""
+    survivors = [members for members in x.groups if kept[members].all()]
+    num_dropped = len(x.groups) - len(survivors) if survivors else 0
+    drawn = np.random.default_rng(x.seed).integers(len(survivors), size=num_dropped) if num_dropped else []
+    return np.concatenate([*(survivors[index] for index in drawn), np.empty(0, np.int64)])
 
 
 def normalised(

@@ -13,6 +13,8 @@ from engines.algorithms.spec import ClipB, ClipV, Gae, Jsd, OnPolicyDistill, Rei
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance, as verl and Trinity-RFT do."""
+NO_SPREAD = 1e-12
+"""Scores with a smaller standard deviation are equal: clipb and clipv drop none."""
 
 
 def gae(x: AdvantageInputs, p: Gae) -> Advantages:
@@ -83,7 +85,7 @@ def clip_b(x: AdvantageInputs, p: ClipB) -> Advantages:
     values = x.spread(normalised(x.rewards, x.groups, p.epsilon)[0])
     scores = _scores(x, x.rollout_logprobs)
     centred, spread = scores - _mean(scores), _std(scores)
-    dropped = (values < 0) & (centred < -p.mu * spread) & (spread >= 1e-12)
+    dropped = (values < 0) & (centred < -p.mu * spread) & (spread >= NO_SPREAD)
     stats = group_stats(x) | {"clip/score_mean": _mean(scores), "clip/score_std": spread}
     return Advantages(values, kept_tokens=~dropped, stats=stats | _dropped_share(dropped))
 
@@ -95,11 +97,10 @@ def clip_v(x: AdvantageInputs, p: ClipV) -> Advantages:
     values = x.spread(normalised(x.rewards, x.groups, p.epsilon)[0])
     shortfall = x.expected_scores - _scores(x, x.old_logprobs)
     spread = _std(shortfall)
-    candidates = np.flatnonzero((values <= 0) & (shortfall > p.mu * spread))
+    far = (shortfall > p.mu * spread) & (spread >= NO_SPREAD)
+    dropped, candidates = far & (values == 0), np.flatnonzero(far & (values < 0))
     most = max(int(p.max_frac * len(values)), 1)
-    worst = candidates[np.argsort(-shortfall[candidates], kind="stable")[:most]]
-    dropped = np.zeros(len(values), np.bool_)
-    dropped[worst] = True
+    dropped[candidates[np.argsort(-shortfall[candidates], kind="stable")[:most]]] = True
     stats = group_stats(x) | {"clip/shortfall_std": spread}
     return Advantages(values, kept_tokens=~dropped, stats=stats | _dropped_share(dropped))
 

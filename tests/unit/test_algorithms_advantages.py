@@ -1,12 +1,14 @@
 """GRPO advantages by hand: groups of one, equal rewards, thresholds on whole groups."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from engines.algorithms.advantages import AdvantageInputs, group_indices, grpo
-from engines.algorithms.spec import Grpo
+from engines.algorithms.spec import ClipV, Grpo
+from engines.algorithms.token_advantages import clip_v
 
 
 def inputs(rewards: list[float], keys: str) -> AdvantageInputs:
@@ -56,3 +58,32 @@ def test_batch_level_std_with_group_means() -> None:
     result = grpo(inputs(rewards, "aabb"), Grpo(std_cal_level="batch", epsilon=0.0))
     std = float(np.std(rewards, ddof=1))
     np.testing.assert_allclose(result.values, [0.5 / std, -0.5 / std, 3 / std, -3 / std])
+
+
+def test_dropped_groups_are_made_up_for_by_kept_ones() -> None:
+    """a and d are dropped; so two groups, drawn from b and c, train once more, whole."""
+    x = inputs([1, 1, 0, 1, 2, 0, 5, 4], "aabbbccd")
+    result = grpo(x, Grpo(std_threshold=0.1, duplicate_experiences=True))
+    assert result.repeated is not None
+    rows = result.repeated.tolist()
+    assert rows in [one + other for one in ([2, 3, 4], [5, 6]) for other in ([2, 3, 4], [5, 6])]
+    nothing_kept = grpo(inputs([1, 1], "aa"), Grpo(std_threshold=0.1, duplicate_experiences=True))
+    assert nothing_kept.repeated is not None
+    assert not len(nothing_kept.repeated)
+
+
+def test_clip_v_caps_negative_tokens_alone_and_drops_none_without_spread() -> None:
+    """Shortfalls 0, 4, 3, 2, 5; A: 0.7, -0.7 (3 tokens), 0. Far are 4, 3 and 5; of the negative ones, one may go."""
+    x = dataclasses.replace(
+        inputs([1, 0, 7], "aab"),
+        lengths=np.array([1, 3, 1]),
+        old_logprobs=np.zeros(5),
+        entropies=np.zeros(5),
+        expected_scores=np.array([0.0, 4, 3, 2, 5]),
+    )
+    result = clip_v(x, ClipV(mu=1.5, max_frac=0.2))
+    assert result.kept_tokens is not None
+    assert result.kept_tokens.tolist() == [True, False, True, True, False]
+    equal = clip_v(dataclasses.replace(x, expected_scores=np.ones(5)), ClipV(mu=1.5, max_frac=0.2))
+    assert equal.kept_tokens is not None
+    assert equal.kept_tokens.all()

@@ -38,6 +38,8 @@ class Grpo(AdvantageParams):
     """Drop groups whose std is not above this, and groups of one, before the forward pass. None: keep all."""
     rank_penalty: float | None = Field(default=None, ge=0, le=1)
     """Lower the reward of samples that were likely already: R * (1 - rank / n * penalty), rank by mean logprob."""
+    duplicate_experiences: bool = False
+    """Train kept groups once more in place of dropped ones, as many, drawn at random. Polaris, An et al. 2025."""
     std_cal_level: Literal["group", "batch"] = "group"
     """Whose rewards give the std; the mean is always the group's."""
 
@@ -223,7 +225,7 @@ class ClipB(AdvantageParams):
 class ClipV(AdvantageParams):
     """As clipb, with S compared to its expectation over the vocabulary instead of the batch mean. arXiv:2602.03392.
 
-    D = E[S] - S. Tokens with A <= 0 and D above mu std(D) take no part, at most a share max_frac of all, the worst.
+    D = E[S] - S. Tokens with D above mu std(D) take no part: all with A = 0; with A < 0 the worst, up to max_frac.
     """
 
     function: ClassVar[str] = f"{TOKENS}:clip_v"
@@ -233,7 +235,7 @@ class ClipV(AdvantageParams):
     """Added to the std of the group's rewards."""
     mu: float = Field(default=8.5, ge=0)
     max_frac: float = Field(default=1e-4, ge=0, le=1)
-    """Largest share of the action tokens that are dropped; at least one may be."""
+    """Largest share of the action tokens that are dropped for A < 0; at least one may be."""
 
 
 ADVANTAGES: tuple[type[AdvantageParams], ...] = (
