@@ -137,7 +137,7 @@ def cispo(x: LossInputs, p: Cispo) -> TokenLoss:
 def sapo(x: LossInputs, p: Sapo) -> TokenLoss:
     """[A] softly gated surrogate; see `Sapo`."""
     advantage, logs = advantages(x), log_ratio(x)
-    tau = torch.where(advantage > 0, p.tau_pos, p.tau_neg).to(logs)
+    tau = torch.where(advantage > 0, logs.new_tensor(p.tau_pos), logs.new_tensor(p.tau_neg))
     gate = 4 / tau * torch.sigmoid(tau * (logs.exp() - 1))
     return TokenLoss(-advantage * gate, stats={"policy/gate_mean": token_mean(gate), **ratio_stats(logs)})
 
