@@ -77,6 +77,7 @@ PRESETS: dict[str, Algorithm] = {
     "dapo": Algorithm(
         advantage=Grpo(),
         loss=PpoClip(clip_range_low=0.2, clip_range_high=0.28),
+        entropy=EntropyBonus(),
         filters=(DynamicSampling(),),
         group_size=16,
     ),
