@@ -125,7 +125,7 @@ def _check_needs(exp: Experience, algorithm: Algorithm, limits: Limits) -> None:
             ("a preference pair", "single sequences") if "pairs" not in needs else ("a single sequence", "pairs")
         )
         raise DataError(f"{name} is {have}; this algorithm trains on {want}")
-    if "pairs" in needs and not (len(exp.chosen or ()) and len(exp.rejected or ())):
+    if "pairs" in needs and any(response is None or not len(response) for response in (exp.chosen, exp.rejected)):
         raise DataError(f"{name}: a response of the pair is empty; both need at least one token")
     if is_expert(exp, algorithm):
         return
@@ -172,6 +172,8 @@ def _rows(exps: Sequence[Experience], rewards: Float64s | None, algorithm: Algor
     columns: dict[Column, PerRow] = {}
     if "rollout_logprobs" in algorithm.needs:
         columns["rollout_logprobs"] = _column(exps, masks, "logprobs")
+        if "old_logprobs" in algorithm.needs and algorithm.bypass_old_logprobs:
+            columns["old_logprobs"] = columns["rollout_logprobs"]
     if "teacher_logprobs" in algorithm.needs and all(exp.teacher_logprobs is not None for exp in exps):
         columns["teacher_logprobs"] = _column(exps, masks, "teacher_logprobs")
     if rewards is not None:

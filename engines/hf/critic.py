@@ -52,8 +52,8 @@ class Critic:
         )
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """[A], float32, with gradient."""
-        return self.head(self._trunk.hidden(batch).float()).squeeze(1)
+        """[A], in the precision of the head, with gradient."""
+        return self.head(self._trunk.hidden(batch).to(self.head.weight.dtype)).squeeze(1)
 
     @torch.no_grad()
     def with_values(self, rows: StepRows, budget: int) -> StepRows:

@@ -112,11 +112,9 @@ class TrainStep:
         """
         algorithm, models, needs = self._algorithm, self._models, self._algorithm.needs
         columns: dict[Column, PerRow] = {}
-        if "old_logprobs" in needs:
+        if "old_logprobs" in needs and "old_logprobs" not in rows.columns:
             read_first = algorithm.loss.select is not None or needs_scores(algorithm, rows)
-            if algorithm.bypass_old_logprobs:
-                columns["old_logprobs"] = rows.columns["rollout_logprobs"]
-            elif num_updates > 1 or read_first:
+            if num_updates > 1 or read_first:
                 columns["old_logprobs"] = self._logprobs(models.policy, rows)
         if models.reference is not None:
             columns["reference_logprobs"] = self._logprobs(models.reference, rows)
@@ -129,12 +127,14 @@ class TrainStep:
         return rows if models.critic is None else models.critic.with_values(rows, self._budget)
 
     def _penalised(self, rows: StepRows) -> tuple[StepRows, float]:
+        """The rows with lower rewards, and the mean KL of the sampled ones: what an expert wrote is no sample."""
         params = self._algorithm.kl_penalty
         old, reference = rows.flat("old_logprobs"), rows.flat("reference_logprobs")
         assert old is not None
         assert reference is not None
         divergence = estimate(name_of(params), torch.from_numpy(old), torch.from_numpy(reference), None).numpy()
-        measured = float(divergence.mean()) if len(divergence) else 0.0
+        sampled = divergence[np.repeat(~np.array(rows.is_expert, np.bool_), rows.lengths)]
+        measured = float(sampled.mean()) if len(sampled) else 0.0
         coefficient = self.kl_coefficients.get("kl_penalty", params.kl_coef)
         return penalised(rows, divergence, coefficient), measured
 
