@@ -5,6 +5,7 @@ Which estimator is right where, and why: the table in `engines.algorithms.spec.t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,8 @@ from engines.algorithms.spec import KlInLoss, KlParams
 
 MAX_CORRECTION = 2.0
 """Largest ratio by which corrected_k3 weighs a token."""
+MAX_EXPONENT = 40.0
+"""k3 is flat where the reference is e^40 times likelier: one such token would make loss and gradient norm inf."""
 MAX_ADAPTATION = 0.2
 """Largest relative error that moves an adaptive coefficient."""
 
@@ -31,7 +34,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased, never negative."""
-    d = logprobs - reference
+    d = (logprobs - reference).clamp(min=-MAX_EXPONENT)
     return torch.exp(-d) - 1 + d
 
 
@@ -51,7 +54,7 @@ def corrected_k3(logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
 
     So the expectation over tokens of the old policy is KL(policy, reference), and its gradient is that of this KL.
     """
-    return k3(logprobs, reference) * (logprobs - old).exp().clamp(0, MAX_CORRECTION)
+    return k3(logprobs, reference) * (logprobs - old).clamp(max=math.log(MAX_CORRECTION)).exp()
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

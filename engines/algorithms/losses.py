@@ -183,7 +183,7 @@ def rec(x: LossInputs, p: RecLoss) -> TokenLoss:
         "none": lambda: advantage,
         "importance_sampling": lambda: advantage * ratio,
         "gspo_importance_sampling": lambda: advantage * sequence_ratio,
-        "advantage": lambda: advantage * (advantage / p.temp).exp(),
+        "advantage": lambda: advantage * (advantage / p.temp).clamp(max=MAX_LOG_RATIO).exp(),
     }
     value = -weights[p.weight]() * torch.where(passes, x.logprobs, torch.zeros_like(x.logprobs))
     if p.regularizer == "k2":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.inputs import LossInputs
-from engines.algorithms.kl import k1, k2, k3
+from engines.algorithms.kl import estimate, k1, k2, k3
 from engines.algorithms.losses import ppo_clip, rec, sft
 from engines.algorithms.objective import Objective
 from engines.algorithms.reduce import Counts, StatTotals, aggregate, counts_by_part
@@ -94,6 +94,23 @@ def test_extreme_ratios_are_finite(log_ratio: float, advantage: float) -> None:
     (gradient,) = torch.autograd.grad(loss.value.sum(), x.logprobs)
     assert torch.isfinite(loss.value).all()
     assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("log_ratio", [-90.0, 90.0])
+@pytest.mark.parametrize("name", ["k2", "k3", "low_var_kl", "corrected_k3"])
+def test_kl_to_a_far_reference_is_finite(name: str, log_ratio: float) -> None:
+    """In float32, where e^89 is inf; the squared norm of the gradient too."""
+    logprobs = torch.tensor([-95.0, -95.0], requires_grad=True)
+    divergence = estimate(name, logprobs, logprobs.detach() - log_ratio, logprobs.detach() - torch.tensor([-90.0, 90]))
+    (gradient,) = torch.autograd.grad(divergence.sum(), logprobs)
+    assert torch.isfinite(divergence).all()
+    assert torch.isfinite(torch.linalg.vector_norm(gradient))
+
+
+def test_rec_weighs_a_huge_advantage_finitely() -> None:
+    """A exp(A), the exponent at most 20."""
+    loss = rec(at_ratio([1.0], [1e6]), RecLoss(weight="advantage"))
+    assert float(loss.value.detach()) == pytest.approx(1e6 * math.exp(20))
 
 
 def test_sequence_masking_leaves_out_only_bad_tokens_of_sequences_that_moved() -> None:

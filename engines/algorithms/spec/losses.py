@@ -197,7 +197,7 @@ class RecLoss(LossParams):
     epsilon_high_prime: float = Field(default=2.0, ge=0)
     clip_mode: Literal["none", "two-side", "one-side", "gspo-one-side", "ring"] = "none"
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
-    """w: A; A r; A times the ratio of the sequence; A exp(A / temp)."""
+    """w: A; A r; A times the ratio of the sequence; A exp(A / temp), the exponent at most 20."""
     regularizer: Literal["none", "k2", "forward-kl"] = "none"
     """k2: + coef (lp - old)^2. forward-kl: - coef lp."""
     regularizer_coef: float = Field(default=0.0, ge=0)

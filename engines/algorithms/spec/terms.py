@@ -6,7 +6,7 @@ KL estimates, with d = lp - reference at the sampled token (Schulman 2020, http:
 |---|---|---|
 | k1 | d | nothing: expectation 0. Only in the reward |
 | k2 | d^2 / 2 | KL(policy, reference), exactly |
-| k3 | exp(-d) - 1 + d | KL(reference, policy), exactly |
+| k3 | exp(-d) - 1 + d, d at least -40 | KL(reference, policy), exactly |
 | low_var_kl | k3, d within +-20, result within +-10 | as k3, where nothing is clipped |
 | abs | absolute d | twice the total variation: no KL. Only in the reward |
 | corrected_k3 | k3 clip(r, 0, 2), r the ratio to old | KL(policy, reference), off-policy too |
