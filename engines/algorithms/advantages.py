@@ -97,6 +97,16 @@ def sample_std(values: Float64s, ddof: int = 1) -> float:
     return float(values.std(ddof=ddof))
 
 
+def centred(values: Float64s, std: float | None = None, epsilon: float = 0.0) -> Float64s:
+    """Values less their mean, over std + epsilon if a std is given; exactly 0 for one value and for equal ones.
+
+    A residue of rounding would otherwise be a direction, which Adam follows at full speed.
+    """
+    if len(values) < 2 or values.min() == values.max():
+        return np.zeros(len(values))
+    return (values - values.mean()) / (1.0 if std is None else std + epsilon)
+
+
 def group_stats(x: AdvantageInputs) -> dict[str, float]:
     """How many groups there are, and how many have nothing to compare."""
     return {
@@ -138,9 +148,8 @@ def normalised(
         std = sample_std(group)
         if std_threshold is not None and std <= std_threshold:
             kept[members] = False
-        if std > 0:
-            scale = batch_std if std_cal_level == "batch" else std
-            values[members] = (group - group.mean()) / (scale + epsilon if normalize else 1.0)
+        scale = batch_std if std_cal_level == "batch" else std
+        values[members] = centred(group, scale if normalize else None, epsilon)
     return values, kept
 
 
@@ -163,27 +172,26 @@ def reinforce(x: AdvantageInputs, p: Reinforce) -> Advantages:
     return Advantages(x.spread(x.rewards), stats=group_stats(x))
 
 
-def _less_baseline(x: AdvantageInputs, baseline: Callable[[Float64s], Float64s | float]) -> Advantages:
-    """R - baseline(rewards of the group); 0 for a group of one."""
+def _by_group(x: AdvantageInputs, advantage: Callable[[Float64s], Float64s]) -> Advantages:
+    """`advantage` of the rewards of each group; 0 for a group of one."""
     values = np.zeros(len(x.rewards))
     for members in x.groups:
-        group = x.rewards[members]
         if len(members) > 1:
-            values[members] = group - baseline(group)
+            values[members] = advantage(x.rewards[members])
     return Advantages(x.spread(values), stats=group_stats(x))
 
 
 def rloo(x: AdvantageInputs, p: Rloo) -> Advantages:
-    """Rewards less the mean of the others; see `Rloo`."""
+    """Rewards less the mean of the others, which is n / (n - 1) times the distance from the mean of all; see `Rloo`."""
     del p
-    return _less_baseline(x, lambda group: (group.sum() - group) / (len(group) - 1))
+    return _by_group(x, lambda group: centred(group) * len(group) / (len(group) - 1))
 
 
 def opmd(x: AdvantageInputs, p: Opmd) -> Advantages:
     """Rewards less the group's mean, or less its log-average-exp; see `Opmd`."""
     if p.opmd_baseline == "mean":
-        return _less_baseline(x, lambda group: float(group.mean()))
-    return _less_baseline(x, lambda group: _log_average_exp(group, p.tau))
+        return _by_group(x, centred)
+    return _by_group(x, lambda group: group - _log_average_exp(group, p.tau))
 
 
 def _log_average_exp(values: Float64s, tau: float) -> float:
@@ -193,7 +201,7 @@ def _log_average_exp(values: Float64s, tau: float) -> float:
 
 def asymre(x: AdvantageInputs, p: Asymre) -> Advantages:
     """Rewards less the shifted mean; see `Asymre`."""
-    return _less_baseline(x, lambda group: float(group.mean()) + p.baseline_shift)
+    return _by_group(x, lambda group: centred(group) - p.baseline_shift)
 
 
 def rec(x: AdvantageInputs, p: Rec) -> Advantages:
@@ -208,8 +216,7 @@ def rec(x: AdvantageInputs, p: Rec) -> Advantages:
             num_dropped += len(members) - len(balanced)
             members = members[balanced]
         group = x.rewards[members]
-        centred = group - group.mean()
-        values[members] = centred / (sample_std(group, ddof=0) + p.epsilon) if p.std_normalize else centred
+        values[members] = centred(group, sample_std(group, ddof=0) if p.std_normalize else None, p.epsilon)
     stats = group_stats(x) | {"groups/num_set_aside": float(num_dropped)}
     return Advantages(x.spread(values), stats=stats)
 
@@ -296,7 +303,4 @@ def _states(x: AdvantageInputs, key: str) -> list[str]:
 
 def _compared(values: Float64s, p: Gigpo) -> Float64s:
     """Values less their mean, over (std + epsilon) or (1 + epsilon); 0 for a single one."""
-    if len(values) < 2:
-        return np.zeros(len(values))
-    centred = values - values.mean()
-    return centred / ((sample_std(values) if p.fnorm == "std" else 1.0) + p.epsilon)
+    return centred(values, sample_std(values) if p.fnorm == "std" else 1.0, p.epsilon)

@@ -6,9 +6,19 @@ values nor discounts. Formulas are cited on the params, in `engines.algorithms.s
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from engines.algorithms.advantages import AdvantageInputs, Advantages, Bools, Float64s, group_stats, normalised
+from engines.algorithms.advantages import (
+    AdvantageInputs,
+    Advantages,
+    Bools,
+    Float64s,
+    centred,
+    group_stats,
+    normalised,
+)
 from engines.algorithms.spec import ClipB, ClipV, Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus, Remax
 
 WHITEN_EPSILON = 1e-8
@@ -128,9 +138,8 @@ def _discounted(x: AdvantageInputs, values: Float64s, factor: float) -> Float64s
 
 def _whitened(values: Float64s) -> Float64s:
     """Mean 0 and sample variance 1 over all action tokens; a single token has nothing to be compared with."""
-    if len(values) < 2:
-        return np.zeros(len(values))
-    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + WHITEN_EPSILON)
+    variance = float(values.var(ddof=1)) if len(values) > 1 else 0.0
+    return centred(values, math.sqrt(variance + WHITEN_EPSILON))
 
 
 def _mean(values: Float64s) -> float:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engines.algorithms.advantages import AdvantageInputs, group_indices, grpo
-from engines.algorithms.spec import ClipV, Grpo
+from engines.algorithms.spec import AdvantageParams, ClipV, Gigpo, Grpo, Opmd, Rec, Rloo, function_of
 from engines.algorithms.token_advantages import clip_v
+from engines.experience import EID
 
 
 def inputs(rewards: list[float], keys: str) -> AdvantageInputs:
@@ -33,6 +34,16 @@ def test_equal_rewards_give_exactly_zero(reward: float) -> None:
     result = grpo(inputs([reward] * 8, "a" * 8), Grpo(epsilon=0.0))
     assert result.values.tolist() == [0.0] * 8
     assert result.stats["groups/num_zero_variance"] == 1
+
+
+@pytest.mark.parametrize(
+    "params", [Rloo(), Opmd(), Rec(), Rec(std_normalize=True, epsilon=0.0), Gigpo(), Gigpo(fnorm="std", epsilon=0.0)]
+)
+def test_equal_rewards_give_exactly_zero_without_a_std_too(params: AdvantageParams) -> None:
+    """A residue of 1e-10 is a direction for an optimizer that divides by the gradient's size."""
+    x = inputs([1e6 / 3] * 7, "a" * 7)
+    x = dataclasses.replace(x, eids=[EID(0, 0, run) for run in range(7)], infos=[{}] * 7)
+    assert function_of(params)(x, params).values.tolist() == [0.0] * 7
 
 
 def test_group_of_one_has_no_advantage() -> None:
