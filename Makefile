@@ -16,7 +16,7 @@ ONLY ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format types contracts test-slow test-learning torture bench clean
+.PHONY: help setup train test lint format types contracts test-slow test-learning torture second-opinion bench clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -65,6 +65,9 @@ test-learning: $(STAMP) ## models must learn, and controls must not
 
 torture: $(STAMP) ## runs are killed at random points and must resume to the bit
 	@$(BIN)/python -m pytest -m 'torture and not gpu' $(ARGS)
+
+second-opinion: $(BENCH_STAMP) ## losses and advantages against those of TRL, on the same inputs
+	@SECOND_OPINION=required $(BIN)/python -m pytest tests/second_opinion $(ARGS)
 
 bench: $(BENCH_STAMP) ## benchmarks, into build/bench.json; one of them: ONLY=name
 	@$(BIN)/python -m tests.benchmarks $(ONLY)
