@@ -43,6 +43,7 @@ def test_first_loss_is_that_of_a_coin_and_then_it_falls() -> None:
 @pytest.mark.parametrize("empty", ["chosen", "rejected"])
 def test_an_empty_response_is_refused(empty: str) -> None:
     responses: dict[str, Any] = {"chosen": np.array([10]), "rejected": np.array([11])}
-    pair = Experience(tokens=np.array([7, 8]), **responses | {empty: np.array([], np.int32)})
+    responses[empty] = np.array([], np.int32)
+    pair = Experience(tokens=np.array([7, 8]), **responses)
     with pytest.raises(DataError, match=f"{pair.eid.uid}: a response of the pair is empty"):
         steps([*PAIRS, pair])
