@@ -56,6 +56,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "train_step_vs_trl_tiny": Benchmark(
         "tests.benchmarks.train_step:tiny", (Measure("train_step_vs_trl_tiny", "x", at_least=3),)
     ),
+    "loss_share_of_step": Benchmark(
+        "tests.benchmarks.loss_share:loss_share", (Measure("loss_share_of_step", "x", at_most=0.03),)
+    ),
     "sampler_vs_generate": Benchmark(
         "tests.benchmarks.sampling:sampler_vs_generate", (Measure("sampler_vs_generate", "x", at_least=2),)
     ),
