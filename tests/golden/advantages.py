@@ -27,6 +27,8 @@ FEW_ROWS = 8
 """From here on, sums in float32 depend on their order."""
 GROUPS = {"grpo", "opmd", "asymre", "rloo", "step_wise_grpo", "gigpo", "clipb", "clipv"}
 """Advantages that compare: a group of one differs (6)."""
+CONSTRUCTOR: dict[str, dict[str, Any]] = {"clipv": {"mu": 2.0}}
+"""Defaults there if init_args name others alone (difference 8): its default_args, and ours, have a mu of 8.5."""
 ONLY_THERE = {"jsd": {"chunk_size"}}
 """init_args that change no number."""
 
@@ -243,7 +245,8 @@ def _of_batch(name: str, params: Params, case: Case) -> Verdict:
         verdict.require(f"a listed difference covers {case.error[:60]!r}", bool(crashes))
         verdict.differences |= {4} if crashes else set()
         return verdict
-    there = _derived_batch(name, inputs, mask, rewards, case, frozenset(verdict.differences), dense=True)
+    as_there = dataclasses.replace(case, init_args=CONSTRUCTOR.get(name, {}) | case.init_args)
+    there = _derived_batch(name, inputs, mask, rewards, as_there, frozenset(verdict.differences), dense=True)
     atol = 1e-9 + (DOUBLE if name in ("clipb", "clipv") else SINGLE) * there.size
     given = {key: floats(case.outputs[key]).reshape(mask.shape) for key in ("advantages", "returns")}
     verdict.compare("advantages of that system", there.advantages, given["advantages"], LOOSE, atol)
@@ -300,6 +303,8 @@ def _batch_differences(name: str, inputs: dict[str, Any], mask: Bools, rewards: 
     differences = set[int]()
     if name in GROUPS and any(len(group) == 1 for group in derived.by_task(_batch_samples(inputs, mask, rewards))):
         differences.add(6)
+    if CONSTRUCTOR.get(name, {}).keys() - case.init_args.keys():
+        differences.add(8)
     if name in ("ppo", "reinforceplusplus"):
         # a masked position is run through if it is between action tokens, or if it carries a reward or a value
         carries = (rewards != 0) | (padded(inputs, "values") != 0 if name == "ppo" else np.zeros(mask.shape, np.bool_))

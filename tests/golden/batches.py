@@ -6,6 +6,7 @@ Ours, evaluated with the second, must be exactly its number: so that difference 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,20 +109,17 @@ class Batch:
         return [row for row in everyone if self.expert[row] == (part is Part.EXPERT)]
 
     def counts_there(self, epsilon: float = EPSILON) -> dict[Part, Any]:
-        """The reference system's: with rows without action tokens, and 1e-8."""
+        """The reference system's, which are no whole numbers: with rows without action tokens, and 1e-8."""
         lengths, counts = self.mask.sum(1), dict[Part, Any]()
         for part in Part:
             rows = self.members(part)
-            counts[part] = Counts(*_of_any_type(lengths[rows].sum() + epsilon, len(rows), self.width + epsilon))
+            of_any_type: Any = (lengths[rows].sum() + epsilon, len(rows), self.width + epsilon)
+            counts[part] = Counts(*of_any_type)
         return counts
 
     def inputs_there(self, epsilon: float = EPSILON) -> LossInputs:
         """With its row lengths, which divide means over a row."""
-        x = self.inputs
-        return LossInputs(
-            **{name: getattr(x, name) for name in LossInputs.__dataclass_fields__ if name != "num_actions"},
-            num_actions=x.num_actions.double() + epsilon,
-        )
+        return dataclasses.replace(self.inputs, num_actions=self.inputs.num_actions.double() + epsilon)
 
     def skips_rows(self, mode: str, parts: Sequence[Part] = (Part.ALL,)) -> bool:
         """Difference 4 applies: a mean over rows leaves out some, but not all, of a part."""
@@ -164,8 +162,3 @@ class Batch:
                 loss, size = loss + weight * value, size + abs(weight * value)
                 gradient[row, column] = weight * slope
         return loss, gradient, size
-
-
-def _of_any_type(*counts: float) -> Any:
-    """Denominators are whole numbers, but for this comparison."""
-    return counts

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from engines.algorithms.inputs import Part
 from engines.algorithms.mixing import chord_mu
 from engines.algorithms.presets import KINDS
-from engines.algorithms.spec import Dpo, LossParams, Mix, MixChord, RecLoss, function_of
+from engines.algorithms.spec import Dpo, LossParams, Mix, MixChord, PpoClip, RecLoss, function_of
 from tests.golden import derived_losses as derived
 from tests.golden.batches import Batch
 from tests.golden.checks import Verdict
@@ -30,6 +30,8 @@ METRICS = {
 """Name of a metric there -> here."""
 SEQUENCE_MASK_EPSILON = 1e-10
 """Of the denominators of its metrics there."""
+CONSTRUCTOR = {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}
+"""Of rec there, if init_args name others alone (difference 8): its default_args, and ours, are 0.6 and 2."""
 LOSS_METRICS = {f"{name}_loss" for name in ("pg", "cispo", "sapo", "topr", "opmd", "sft", "sft_is", "sft_phi", "dpo")}
 MIX_ARGS = {
     *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
@@ -70,6 +72,10 @@ def _plain(name: str, case: Case) -> Verdict:
         verdict.differences.add(4)
     if name == "sapo" and batch.mask.any():
         verdict.differences.add(3)
+    there_params = params
+    if isinstance(params, RecLoss) and params.clip_mode == "ring" and not case.init_args.keys() >= CONSTRUCTOR.keys():
+        verdict.differences.add(8)
+        there_params = params.model_copy(update=CONSTRUCTOR | params.model_dump(include=set(case.init_args)))
     loss = function_of(params)
     ours = batch.reduced(loss(batch.inputs, params), mode, batch.inputs, batch.counts)
     tokens = {row: derived.LOSSES[name](values, case.init_args) for row, values in enumerate(batch.rows)}
@@ -77,10 +83,10 @@ def _plain(name: str, case: Case) -> Verdict:
     verdict.compare("loss, derived", ours.loss, wanted, atol=1e-14 * max(1, size))
     verdict.compare("gradient, derived", ours.gradient, gradient)
     if case.error is not None:
-        _explain_error(verdict, params, case.error)
+        _explain_error(verdict, params, case)
         return verdict
     x = batch.inputs_there()
-    there = batch.reduced(loss(x, params), mode, x, batch.counts_there())
+    there = batch.reduced(loss(x, there_params), mode, x, batch.counts_there())
     value, slopes = there.loss, there.gradient
     if name == "sapo":
         tokens = {row: derived.sapo_of_that_system(values, case.init_args) for row, values in enumerate(batch.rows)}
@@ -124,12 +130,17 @@ def _gradient(case: Case, batch: Batch) -> Any:
     return batch.mask * 0.0 if given is None else floats(given).reshape(batch.mask.shape)
 
 
-def _explain_error(verdict: Verdict, params: LossParams, error: str) -> None:
-    """Difference 7: gspo_importance_sampling crashes there unless the clip mode computes the ratio that it needs."""
+def _explain_error(verdict: Verdict, params: LossParams, case: Case) -> None:
+    """Difference 7: gspo_importance_sampling crashes there unless the clip mode computes the ratio that it needs.
+    Difference 8: init_args without a clip range leave PPO without one.
+    """
     if isinstance(params, RecLoss):
         lacks_ratio = params.weight == "gspo_importance_sampling" and params.clip_mode != "gspo-one-side"
         verdict.differences |= {7} if lacks_ratio else set()
-    verdict.require(f"a listed difference covers {error[:60]!r}", 7 in verdict.differences)
+    if isinstance(params, PpoClip | Mix) and not case.init_args.keys() & {"clip_range", "clip_range_low"}:
+        verdict.differences.add(8)
+    covered = bool(verdict.differences & {7, 8})
+    verdict.require(f"a listed difference covers {str(case.error)[:60]!r}", covered)
 
 
 def _dpo(case: Case) -> Verdict:
@@ -203,7 +214,7 @@ def _mixed(name: str, case: Case) -> Verdict:
     verdict.compare("loss, derived", ours.loss, wanted, atol=1e-14 * max(1, size))
     verdict.compare("gradient, derived", ours.gradient, gradient)
     if case.error is not None:
-        verdict.require(f"a listed difference covers {case.error[:60]!r}", False)
+        _explain_error(verdict, params, case)
         return verdict
     x = batch.inputs_there()
     there = batch.reduced(loss(x, params), mode, x, batch.counts_there(), factors)

@@ -188,6 +188,31 @@ def test_nothing_passes_in_silence(what: str, tmp_path: Path, capsys: pytest.Cap
     assert why in shown
 
 
+PARTIAL: dict[str, dict[str, Any]] = {
+    "policy_loss_ppo": {"clip_ratio_c": 3.0},
+    "policy_loss_mix": {"mu": 0.5},
+    "policy_loss_rec": {"clip_mode": "ring"},
+    "advantage_clipv": {"max_frac": 1.0},
+}
+"""File -> init_args that name only some."""
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_partial_arguments_change_only_what_they_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Difference 8: the rest is ours, as derived; there it is the constructor's, whose defaults are others or missing."""
+    raises = name in ("policy_loss_ppo", "policy_loss_mix")
+    cases, args = document(name)["cases"], PARTIAL[name]
+    case = cases[0] if raises else next(c for c in cases if c["init_args"].items() >= args.items())
+    outputs = {"error": "AssertionError: no clip range"} if raises else case["outputs"]
+    code = main([str(written(tmp_path, name, {"cases": [case | {"init_args": args, "outputs": outputs}]}))])
+    assert code == 0 or not raises
+    shown = capsys.readouterr().out
+    assert "#8" in shown
+    assert "derived" not in shown
+
+
 def test_repeated_groups_may_be_any_but_must_be_whole(tmp_path: Path) -> None:
     """Two of four groups dropped: both copies of b, or of c, or one of each."""
     args = {"epsilon": 1e-6, "std_threshold": 0.1, "duplicate_experiences": True}
