@@ -201,7 +201,7 @@ PARTIAL: dict[str, dict[str, Any]] = {
 def test_partial_arguments_change_only_what_they_name(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Difference 8: the rest is ours, as derived; there it is the constructor's, whose defaults are others or missing."""
+    """Difference 8: the rest is ours, as derived; there it is the constructor's, with other defaults or none."""
     raises = name in ("policy_loss_ppo", "policy_loss_mix")
     cases, args = document(name)["cases"], PARTIAL[name]
     case = cases[0] if raises else next(c for c in cases if c["init_args"].items() >= args.items())
