@@ -6,10 +6,23 @@ import math
 import numpy as np
 import pytest
 
+from engines.advantage_stage import with_advantages
 from engines.algorithms.advantages import AdvantageInputs, group_indices, grpo
-from engines.algorithms.spec import AdvantageParams, ClipV, Gigpo, Grpo, Opmd, Rec, Rloo, function_of
+from engines.algorithms.spec import (
+    AdvantageParams,
+    Algorithm,
+    ClipV,
+    Gigpo,
+    Grpo,
+    Opmd,
+    PpoClip,
+    Rec,
+    Rloo,
+    function_of,
+)
 from engines.algorithms.token_advantages import clip_v
-from engines.experience import EID
+from engines.experience import EID, Experience
+from engines.intake import Limits, take_in
 
 
 def inputs(rewards: list[float], keys: str) -> AdvantageInputs:
@@ -98,3 +111,24 @@ def test_clip_v_caps_negative_tokens_alone_and_drops_none_without_spread() -> No
     equal = clip_v(dataclasses.replace(x, expected_scores=np.ones(5)), ClipV(mu=1.5, max_frac=0.2))
     assert equal.kept_tokens is not None
     assert equal.kept_tokens.all()
+
+
+def test_repeated_rows_train_twice() -> None:
+    """Through the stage: b is dropped, so a is there twice, with its advantages and its group."""
+    algorithm = Algorithm(advantage=Grpo(std_threshold=0.1, duplicate_experiences=True), loss=PpoClip())
+    exps = [
+        Experience(
+            tokens=np.array([1, 2, 3], np.int32),
+            prompt_length=1,
+            logprobs=np.array([-1.0, -2.0], np.float32),
+            reward=reward,
+            eid=EID(task=task),
+        )
+        for task, reward in (("a", 1.0), ("b", 1.0), ("a", 0.0), ("b", 1.0))
+    ]
+    rows = take_in(exps, algorithm, Limits(vocab_size=8, max_model_len=8)).rows
+    trained, _ = with_advantages(rows, algorithm, seed=0)
+    assert [eid.task for eid in trained.eids] == ["a"] * 4
+    assert len(set(trained.groups)) == 1
+    signs = [float(np.sign(values[0])) for values in trained.columns["advantages"]]
+    assert signs == [1.0, -1.0, 1.0, -1.0]
