@@ -1,8 +1,8 @@
 """Golden vectors of the reference system, and the loader that proves our algorithms with them.
 
-`python -m tests.golden DIR` compares three things for each case: our function, an independent derivation from the paper,
-and the file. Ours must be the derivation, always. Ours must be the file's number, unless a listed difference applies to
-the inputs of the case; then the file's number must still be that of the reference's own formula. The differences:
+`python -m tests.golden DIR` compares three things for each case: our function, an independent derivation from the
+paper, and the file. Ours must be the derivation, always. Ours must be the file's number, unless a listed difference
+applies to the inputs of the case; then that number must still be the one of the reference's own formula. The list:
 
 1 gradients there are sums over micro-batch means; 2 DPO sums margins before the sigmoid; 3 SAPO detaches its gate; 4
 rows without tokens count, and 1e-8 is added to denominators (taken out exactly: `batches`); 5 GAE and REINFORCE++ run
