@@ -7,13 +7,14 @@ Does not own: formulas (`engines.algorithms`), forward passes (the engine).
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from engines.algorithms.advantages import AdvantageInputs, Advantages, Bools, Float64s, group_indices
 from engines.algorithms.selection import SelectionInputs
-from engines.algorithms.spec import Algorithm, Need, function_of
-from engines.errors import DataError
+from engines.algorithms.spec import AdvantageParams, Algorithm, Need, failure, function_of
+from engines.errors import DataError, EngineError
 from engines.plugins import load
 from engines.rows import Column, PerRow, StepRows
 
@@ -42,7 +43,8 @@ def penalised(rows: StepRows, divergence: Float64s, coefficient: float) -> StepR
 def with_advantages(rows: StepRows, algorithm: Algorithm, seed: int) -> tuple[StepRows, dict[str, float]]:
     """The rows that train, with the column `advantages` (and `returns`), and stats of the whole batch.
 
-    Rows of experts have advantage 0. Raises DataError if the rows are not what the advantage needs.
+    Rows of experts have advantage 0. Raises DataError if the rows are not what the advantage needs, EngineError if its
+    function gives back what it must not.
     """
     if algorithm.advantage is None or "advantages" in rows.columns:
         return rows.trained(), {}
@@ -83,9 +85,29 @@ def _computed(rows: StepRows, algorithm: Algorithm, seed: int) -> Advantages:
         seed=seed,
     )
     try:
-        return function_of(algorithm.advantage)(inputs, algorithm.advantage)
+        result = function_of(algorithm.advantage)(inputs, algorithm.advantage)
     except ValueError as error:
         raise DataError(f"advantages of a batch of {len(rows)} rows: {error}") from error
+    except (TypeError, AttributeError) as error:  # of None, mostly
+        raise failure(algorithm.advantage, inputs, error) from error
+    _check(result, rows, algorithm.advantage)
+    return result
+
+
+def _check(result: Any, rows: StepRows, params: AdvantageParams) -> None:
+    """Raises EngineError if it is not what an advantage function must give back."""
+    if not isinstance(result, Advantages):
+        raise EngineError(f"{params.function} gave a {type(result).__name__}; it must return Advantages(values)")
+    num_rows, num_tokens = len(rows), int(rows.lengths.sum())
+    expected = {"values": num_tokens, "returns": num_tokens, "kept_tokens": num_tokens, "kept": num_rows}
+    for name, count in expected.items():
+        values = getattr(result, name)
+        if values is not None and np.shape(values) != (count,):
+            each = "row" if name == "kept" else "action token; x.spread(values) makes that of one for each row"
+            raise EngineError(
+                f"{params.function} gave Advantages with {name} of shape {list(np.shape(values))}; it must be "
+                f"[{count}], one number for each {each}"
+            )
 
 
 def _merged(rows: StepRows, sampled: list[int], values: Float64s | Bools) -> PerRow:

@@ -15,7 +15,7 @@ import numpy as np
 from engines.algorithms.advantages import Bools, Float64s, group_indices
 from engines.algorithms.filters import FilterInputs, overlong
 from engines.algorithms.spec import Algorithm, FilterParams, function_of, name_of
-from engines.errors import DataError
+from engines.errors import DataError, EngineError
 from engines.experience import Experience
 from engines.rows import Column, PerRow, Row, StepRows
 
@@ -80,7 +80,7 @@ def filtered(
 ) -> tuple[Bools, dict[str, float]]:
     """[R] which rows all filters let through, one after another, and how many rows each of them dropped.
 
-    rewards [R], NaN for an expert's row: those pass.
+    rewards [R], NaN for an expert's row: those pass. Raises EngineError if a filter gives back no such flags.
     """
     kept, stats = np.ones(len(exps), np.bool_), dict[str, float]()
     for params in filters:
@@ -90,7 +90,12 @@ def filtered(
             groups=group_indices([exps[row].eid.tid for row in candidates]),
             metrics=[exps[row].metrics for row in candidates],
         )
-        passed = function_of(params)(inputs, params)
+        passed = np.asarray(function_of(params)(inputs, params), np.bool_)
+        if passed.shape != (len(candidates),):
+            raise EngineError(
+                f"{params.function} gave flags of shape {list(passed.shape)}; it must return [{len(candidates)}], for "
+                "each row whether it is kept"
+            )
         kept[candidates] = passed
         stats[f"filter/{name_of(params)}_num_dropped"] = float(len(passed) - passed.sum())
     return kept, stats

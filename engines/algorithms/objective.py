@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engines.algorithms.inputs import LossInputs, Reduction, Stat, TokenLoss
+from engines.algorithms.inputs import LossInputs, Reduction, Stat, TokenLoss, Unit
 from engines.algorithms.reduce import CountsByPart, aggregate
-from engines.algorithms.spec import Algorithm, Params, function_of
+from engines.algorithms.spec import Algorithm, Params, failure, function_of
+from engines.errors import EngineError
 
 Term = Callable[[LossInputs, Any], TokenLoss | tuple[TokenLoss, ...]]
 
@@ -42,13 +43,20 @@ class Objective:
         self._terms["loss/kl"] = (function, params.model_copy(update={"kl_coef": coefficient}))
 
     def loss(self, x: LossInputs, counts: CountsByPart) -> tuple[Tensor, dict[str, Stat]]:
-        """This micro-batch's share of the update's loss, and its stats. Shares of all micro-batches add up."""
+        """This micro-batch's share of the update's loss, and its stats. Shares of all micro-batches add up.
+
+        Raises EngineError if a function gives back what it must not.
+        """
         stats: dict[str, Stat] = {}
         total = x.logprobs.new_zeros(())
         for key, (term, term_params) in self._terms.items():
-            parts = term(x, term_params)
+            try:
+                parts = term(x, term_params)
+            except (TypeError, AttributeError) as error:  # of None, mostly
+                raise failure(term_params, x, error) from error
             share = x.logprobs.new_zeros(())
             for part in parts if isinstance(parts, tuple) else (parts,):
+                _check(part, x, term_params)
                 if key == "loss/policy" and self._correction is not None:
                     function, params = self._correction
                     part = function(part, x, params)
@@ -58,3 +66,26 @@ class Objective:
             total = total + share
         stats["loss/total"] = Stat(total.detach(), Reduction.SUM)
         return total, stats
+
+
+def _check(loss: Any, x: LossInputs, params: Params) -> None:
+    """Raises EngineError if it is not what a loss function must give back."""
+    if not isinstance(loss, TokenLoss):
+        raise EngineError(
+            f"{params.function} gave a {type(loss).__name__}; it must return TokenLoss(value) with one number for each "
+            "action token, not averaged"
+        )
+    rows = x.part(loss.part)
+    num_rows = len(rows.num_actions)
+    expected = {Unit.TOKEN: len(rows.logprobs), Unit.SEQUENCE: num_rows, Unit.PAIR: num_rows // 2}[loss.unit]
+    if loss.value.shape != (expected,):
+        raise EngineError(
+            f"{params.function} gave a TokenLoss with a value of shape {list(loss.value.shape)}; with unit {loss.unit} "
+            f"it must be [{expected}], one number for each {loss.unit} of the {loss.part} rows, not averaged"
+        )
+    for name, stat in loss.stats.items():
+        if not isinstance(stat, Stat):
+            raise EngineError(
+                f"{params.function} gave a {type(stat).__name__} as stat {name!r}; use token_mean(values) or another "
+                "of engines.algorithms.inputs"
+            )

@@ -2,7 +2,7 @@
 
 Names are those of Trinity-RFT. Differences: the declared group size is really applied, and a partial `*_args` changes
 only what it names. Others' algorithms are entry points of the group `trinity_flows.algorithms`, or are named in full as
-module:ALGORITHM; each is an `Algorithm`. Others' losses and advantages are named as module:Class.
+module:ALGORITHM; each is an `Algorithm`. Others' losses, advantages and filters are entry points too, or module:Class.
 """
 
 from __future__ import annotations
@@ -133,6 +133,13 @@ KINDS: dict[str, tuple[type[Params], dict[str, type[Params]]]] = {
 }
 """Key of the config -> what its parts are, and those that are built in."""
 
+PART_GROUPS = {
+    "advantage_fn": "trinity_flows.advantages",
+    "policy_loss_fn": "trinity_flows.losses",
+    "filters": "trinity_flows.filters",
+}
+"""Key of the config -> entry points of other distributions: each a params class."""
+
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """The preset of this name with the config's changes.
@@ -185,15 +192,18 @@ def _optional(field: str, preset: Params | None, part: PartConfig | None) -> Par
 
 
 def _made(field: str, name: str, args: Mapping[str, Any]) -> Params:
-    """Params of this name: built in, or of another distribution as module:Class."""
+    """Params of this name: built in, or of another distribution by entry point or as module:Class."""
     base, known = KINDS[field]
-    if ":" not in name:
-        if name not in known:
-            raise ConfigError(f"algorithm.{field} = {name!r} is not known; {plugins.hint(name, known)}")
+    if name in known:
         return _checked(field, known[name], {"name": name} | dict(args))
-    found = plugins.load(f"algorithm.{field} = {name!r}", name)
+    targets = plugins.installed(PART_GROUPS[field]) if field in PART_GROUPS else {}
+    if ":" in name:
+        targets[name] = name
+    if name not in targets:
+        raise ConfigError(f"algorithm.{field} = {name!r} is not known; {plugins.hint(name, known.keys() | targets)}")
+    found = plugins.load(f"algorithm.{field} = {name!r}", targets[name])
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"algorithm.{field} = {name!r} is no subclass of {base.__name__}")
+        raise ConfigError(f"algorithm.{field} = {name!r} ({targets[name]}) is no subclass of {base.__name__}")
     return _checked(field, found, args)
 
 
@@ -201,8 +211,11 @@ def _checked(field: str, params: type[Params], values: Mapping[str, Any]) -> Par
     try:
         return params.model_validate(dict(values))
     except ValidationError as error:
-        named = values.get("name", params.__name__)
-        raise ConfigError(f"algorithm.{field} = {named!r}: {_first(error)}") from None
+        named, detail = values.get("name", params.__name__), error.errors()[0]
+        meant = ""
+        if detail["type"] == "extra_forbidden":
+            meant = f"; {plugins.hint(str(detail['loc'][0]), params.model_fields.keys() - {'name'})}"
+        raise ConfigError(f"algorithm.{field} = {named!r}: {_first(error)}{meant}") from None
 
 
 def _first(error: ValidationError) -> str:

@@ -18,7 +18,7 @@ from engines.algorithms.inputs import LossInputs
 from engines.algorithms.kl import adapted, estimate
 from engines.algorithms.objective import Objective
 from engines.algorithms.reduce import Number, StatTotals, counts_by_part, over_updates
-from engines.algorithms.spec import Algorithm, KlParams, name_of
+from engines.algorithms.spec import Algorithm, KlParams, function_of, name_of
 from engines.hf.batch import MicroBatch, micro_batches
 from engines.hf.model import Policy
 from engines.hf.models import Models
@@ -54,6 +54,9 @@ class TrainStep:
         """critic_warmup: train steps in which only the critic learns. Raises ConfigError for a function that is not
         there.
         """
+        for part in (algorithm.advantage, *algorithm.filters):
+            if part is not None:
+                function_of(part)
         self._models = models
         self._algorithm = algorithm
         self._objective = Objective(algorithm)

@@ -26,7 +26,7 @@ from engines.algorithms.spec.advantages import (
     StepWiseGrpo,
 )
 from engines.algorithms.spec.algorithm import Algorithm
-from engines.algorithms.spec.base import Aggregation, Need, Needs, Params, function_of, name_of
+from engines.algorithms.spec.base import Aggregation, Need, Needs, Params, failure, function_of, name_of
 from engines.algorithms.spec.losses import (
     LOSSES,
     Cispo,
@@ -127,6 +127,7 @@ __all__ = [
     "Sppo",
     "StepWiseGrpo",
     "Topr",
+    "failure",
     "function_of",
     "name_of",
 ]

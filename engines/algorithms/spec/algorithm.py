@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, SerializeAsAny, model_validator
 
 from engines.algorithms.spec.advantages import AdvantageParams
-from engines.algorithms.spec.base import Aggregation, Need, Needs, Params
+from engines.algorithms.spec.base import Aggregation, Need, Needs, Params, name_of
 from engines.algorithms.spec.losses import LossParams, RecLoss
 from engines.algorithms.spec.terms import (
     EntropyParams,
@@ -82,7 +82,7 @@ class Algorithm(Frozen):
     @property
     def loss_name(self) -> str:
         """Name of the policy loss."""
-        return str(self.loss.model_dump()["name"])
+        return name_of(self.loss)
 
     @property
     def parts(self) -> tuple[Params, ...]:

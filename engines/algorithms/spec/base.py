@@ -6,11 +6,13 @@ is registered; a class of another distribution is named in a config by `module:C
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from engines import plugins
 from engines.config import Frozen
+from engines.errors import ConfigError, EngineError
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -42,7 +44,7 @@ NOTHING: Needs = frozenset()
 class Params(Frozen):
     """Parameters of one part of an algorithm. The docstring of a subclass is its formula and its source.
 
-    A subclass has a field `name`, a Literal with the name by default.
+    One that is built in has a field `name`, a Literal with the name by default.
     """
 
     function: ClassVar[str]
@@ -57,12 +59,26 @@ class Params(Frozen):
 
 
 def name_of(params: Params) -> str:
-    """The name under which a config chooses these parameters."""
-    return str(params.model_dump()["name"])
+    """The name under which a config chooses these parameters; of a class of another distribution, the class's."""
+    return str(getattr(params, "name", type(params).__name__))
 
 
 def function_of(params: Params) -> Callable[..., Any]:
-    """The function that a params class names. Raises ConfigError if it cannot be imported."""
-    function = plugins.load(f"the function of {name_of(params)!r}", params.function)
-    assert callable(function)
+    """The function that a params class names. Raises ConfigError if it names none, or none that can be imported."""
+    what, target = f"the function of {name_of(params)!r}", getattr(params, "function", None)
+    if not isinstance(target, str):
+        where = f"{type(params).__module__}:{type(params).__name__}"
+        raise ConfigError(f'{what} is not named; write `function = "module:name"` in the class {where}')
+    function = plugins.load(what, target)
+    if not callable(function):
+        raise ConfigError(f"{what} ({target}) is a {type(function).__name__}, not a function")
     return function
+
+
+def failure(params: Params, inputs: Any, error: Exception) -> EngineError:
+    """What to raise if the function of these params failed on these inputs, a dataclass: perhaps it lacks a need."""
+    absent = [each.name for each in dataclasses.fields(inputs) if getattr(inputs, each.name) is None]
+    return EngineError(
+        f"{params.function} failed: {error}; not given to it: {', '.join(absent) or 'nothing'}; what it reads must be "
+        f"in `requires` of {type(params).__name__}, which has {', '.join(sorted(params.needs)) or 'nothing'}"
+    )
