@@ -69,6 +69,7 @@ def test_zero_kl_coefficient_needs_no_reference() -> None:
         ({"kl_loss_fn_args": {"adaptive": True}}, ["kl_loss_fn = 'k2'", "target_kl", "horizon"]),
         ({"advantage_fn": "grop"}, ["advantage_fn = 'grop'", "did you mean grpo"]),
         ({"rollout_correction": {"name": "truncate"}}, ["rollout_correction", "bypass_old_logprobs: false"]),
+        ({"rollout_correction": {"name": "truncate", "args": {"floor": 0.5}}}, ["floor = 0.5 is for mask"]),
         ({"policy_loss_fn": "os:getcwd"}, ["policy_loss_fn = 'os:getcwd'", "no subclass of LossParams"]),
         ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1.0}}, ["advantage_fn_args", "sft"]),
         ({"algorithm_type": "sft", "policy_loss_fn": "ppo"}, ["needs an advantage", "advantage_fn"]),

@@ -166,6 +166,13 @@ class RolloutCorrection(Params):
     """Of each token; of the row, as the product over its tokens; or as their geometric mean."""
     cap: float = Field(default=2.0, ge=1)
     floor: float = Field(default=0.0, ge=0, le=1)
+    """Read by mask alone."""
+
+    @model_validator(mode="after")
+    def _floor_is_read(self) -> Self:
+        if self.floor and self.name != "mask":
+            raise ValueError(f"floor = {self.floor} is for mask; {self.name} has no lower bound")
+        return self
 
 
 class OverlongShaping(Params):
