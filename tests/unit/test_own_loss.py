@@ -96,6 +96,7 @@ def trained(config: EngineConfig, exps: list[Experience], num_steps: int) -> lis
 
 def by_hand(config: EngineConfig, weights: dict[str, Any], exps: list[Experience], width: float) -> float:
     """Mean over all response tokens of -A width tanh((lp - old) / width), from the model's own logits."""
+    torch.set_num_threads(1)
     model = hf_model.load(config.model, None, config.seed).model
     model.load_state_dict(weights, strict=False)
     losses: list[float] = []
