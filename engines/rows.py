@@ -96,6 +96,10 @@ class StepRows:
         """These rows with more columns."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
+    def without_column(self, name: Column) -> StepRows:
+        """These rows with one column less, if it is there."""
+        return dataclasses.replace(self, columns={key: value for key, value in self.columns.items() if key != name})
+
     def chosen(self, indices: Sequence[int]) -> StepRows:
         """These rows alone, in this order."""
 

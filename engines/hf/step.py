@@ -81,7 +81,12 @@ class TrainStep:
             if not members:
                 report.num_empty += 1
                 continue
-            applied, metrics = self._update(rows.chosen(members), step)
+            share = rows.chosen(members)
+            if not self._algorithm.bypass_old_logprobs and not report.num_applied:
+                # The weights are still the old ones: a ratio to the update's own forward pass is exactly 1, one to a
+                # pass over other micro-batches only nearly.
+                share = share.without_column("old_logprobs")
+            applied, metrics = self._update(share, step)
             report.num_applied += applied
             report.num_nonfinite += not applied
             report.consecutive_nonfinite = 0 if applied else report.consecutive_nonfinite + 1
@@ -110,8 +115,8 @@ class TrainStep:
     def _scored(self, rows: StepRows, num_updates: int) -> StepRows:
         """The rows with what takes a forward pass before the first update.
 
-        With one update the old logprobs are the current ones; `_loss_inputs` takes them from its own forward pass,
-        unless something else reads them first.
+        In the first update the old logprobs are the current ones, and `_loss_inputs` takes them from its own forward
+        pass: with one update they are computed here only if something else reads them first.
         """
         algorithm, models, needs = self._algorithm, self._models, self._algorithm.needs
         columns: dict[Column, PerRow] = {}
