@@ -195,7 +195,7 @@ class Jsd(AdvantageParams):
 
     With b = lambda_coef, s and T the student's and the teacher's logprob over the temperature: b = 0: J = s - T; b = 1:
     J = T - s; else J = b (T - m) + (1 - b) (s - m), m = logsumexp(s + log(1 - b), T + log b). J is taken at the sampled
-    token, so it can be negative.
+    token, so it can be negative; only with b = 0 does its expected gradient lead to the teacher, as on_policy_distill.
     """
 
     function: ClassVar[str] = f"{TOKENS}:jsd"
