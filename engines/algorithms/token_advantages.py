@@ -25,6 +25,8 @@ WHITEN_EPSILON = 1e-8
 """Added to the variance, as verl and Trinity-RFT do."""
 NO_SPREAD = 1e-12
 """Scores with a smaller standard deviation are equal: clipb and clipv drop none."""
+ROUNDING = 1e-9
+"""Relative spread below which returns are equal: they are sums that were rounded."""
 
 
 def gae(x: AdvantageInputs, p: Gae) -> Advantages:
@@ -152,6 +154,7 @@ def _std(values: Float64s) -> float:
 
 
 def _explained(returns: Float64s, values: Float64s) -> float:
-    """1 - var(returns - values) / var(returns); 0 where the returns do not vary."""
-    variance = float(returns.var()) if len(returns) else 0.0
-    return 1 - float((returns - values).var()) / variance if variance > 0 else 0.0
+    """1 - var(returns - values) / var(returns); 0 where the returns vary by no more than roundings."""
+    if not len(returns) or returns.std() <= ROUNDING * np.abs(returns).max():
+        return 0.0
+    return 1 - float((returns - values).var() / returns.var())

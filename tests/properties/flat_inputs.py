@@ -55,6 +55,15 @@ def counts_of(x: LossInputs) -> CountsByPart:
     return counts_by_part(lengths, [length + 2 for length in lengths], experts)
 
 
+def gradients_of(loss: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:
+    """In the logprobs and in the entropies; 0 in what the loss does not read."""
+    assert x.entropies is not None
+    of_logprobs, of_entropies = torch.autograd.grad(
+        loss, (x.logprobs, x.entropies), allow_unused=True, materialize_grads=True
+    )
+    return of_logprobs, of_entropies
+
+
 def cut(x: LossInputs, rows: Sequence[int]) -> tuple[LossInputs, np.ndarray]:
     """These rows, in this order, as a micro-batch with leaves of its own; and which tokens of `x` they are."""
     tokens = np.concatenate([*(np.flatnonzero(x.row_of_token.numpy() == row) for row in rows), np.empty(0, np.int64)])

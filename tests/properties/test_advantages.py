@@ -277,6 +277,8 @@ def test_gae_with_lambda_1_learns_the_rewards_to_come_whatever_the_critic_says(e
         assert x.bootstrap is not None
         returns = result(Gae(), x).returns
         close(returns, x.spread(x.rewards + x.bootstrap))
+        equal = dataclasses.replace(rewarded(x, np.full(len(x.lengths), 0.35)), bootstrap=None)
+        assert result(Gae(), equal).stats["critic/explained_variance"] == 0  # not 1 over the variance of roundings
 
 
 @pytest.mark.parametrize("params", [Gae(), ReinforcePlusPlus()], ids=str)

@@ -15,12 +15,12 @@ from engines.hf.batch import Layout, micro_batches
 from engines.intake import take_in
 from tests.properties.batches import LIMITS, Shape, batch, shapes, shuffled
 from tests.properties.conftest import Explore
-from tests.properties.flat_inputs import counts_of, cut, flat_inputs
+from tests.properties.flat_inputs import counts_of, cut, flat_inputs, gradients_of
 from tests.properties.small_models import assert_same, one_step, table_models
 from tests.properties.variants import ALGORITHMS, BY_POSITION, REC, algorithm
 
 LAYOUTS = st.sampled_from(["packed", "rows"])
-BUDGETS = st.sampled_from([1, 5, 12, 30])
+BUDGETS = st.sampled_from([20, 30, 5, 1])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -36,9 +36,8 @@ def test_shares_of_any_cut_add_up(explore: Explore, name: str) -> None:
         lengths = [length for length in lengths for _ in range(together)]
         x = flat_inputs(algorithm, lengths, seed)
         counts = counts_of(x)
-        leaves = [x.logprobs, x.entropies]
         whole, whole_stats = objective.loss(x, counts)
-        expected = torch.autograd.grad(whole, leaves, allow_unused=True, materialize_grads=True)
+        expected = gradients_of(whole, x)
         generator = torch.Generator().manual_seed(seed)
         shares: list[list[int]] = [[] for _ in range(num_shares)]
         for unit in torch.randperm(len(lengths) // together, generator=generator).tolist():
@@ -49,9 +48,7 @@ def test_shares_of_any_cut_add_up(explore: Explore, name: str) -> None:
         for rows in shares:
             inputs, tokens = cut(x, rows)
             share, stats = objective.loss(inputs, counts)
-            parts = torch.autograd.grad(
-                share, [inputs.logprobs, inputs.entropies], allow_unused=True, materialize_grads=True
-            )
+            parts = gradients_of(share, inputs)
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient[torch.from_numpy(tokens)] = part
             loss += float(share.detach())
