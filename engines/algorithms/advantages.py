@@ -275,11 +275,12 @@ def gigpo(x: AdvantageInputs, p: Gigpo) -> Advantages:
     for members in anchors:
         of_step[members] = _compared(returns[members], p)
         num_anchored += len(members)
+    num_rows = max(len(x.rewards), 1)
     stats = group_stats(x) | {
         "gigpo/num_anchor_groups": float(len(anchors)),
-        "gigpo/anchored_share": num_anchored / max(len(x.rewards), 1),
-        "gigpo/mean_abs_run_advantage": float(np.abs(of_run).mean()),
-        "gigpo/mean_abs_step_advantage": float(np.abs(of_step).mean()),
+        "gigpo/anchored_share": num_anchored / num_rows,
+        "gigpo/mean_abs_run_advantage": float(np.abs(of_run).sum()) / num_rows,
+        "gigpo/mean_abs_step_advantage": float(np.abs(of_step).sum()) / num_rows,
     }
     return Advantages(x.spread(of_run + p.omega * of_step), stats=stats)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from engines.algorithms.objective import Objective
+from engines.algorithms.spec import RewardFilter
 from engines.experience import Experience
 from tests.properties.batches import Shape, batch, changed
 from tests.properties.conftest import Explore
@@ -109,6 +110,18 @@ def test_a_batch_without_an_action_token_is_a_step_without_update(name: str) -> 
     assert outcome.num_applied == (num_updates if trains else 0)
     assert outcome.metrics["num_empty"] == (0 if trains else num_updates)
     assert bool(outcome.gradients) == trains
+
+
+@pytest.mark.parametrize("name", [name for name, each in ALGORITHMS.items() if "rewards" in each.needs])
+def test_a_batch_that_filters_leave_nothing_of_is_a_step_without_update(name: str) -> None:
+    """An expert's rows pass filters: where there are some, they train."""
+    algorithm = ALGORITHMS[name].model_copy(update={"filters": (RewardFilter(threshold=1e3),)})
+    rows = batch(algorithm, Shape(((3, 1, 5), (2,)), 3))
+    outcome = one_step(table_models(algorithm), algorithm, rows)
+    assert_finite(outcome)
+    experts = [row for row in rows if row.info.get("is_expert")]
+    assert outcome.num_applied == bool(experts)
+    assert outcome.metrics["filter/reward_filter_num_dropped"] == len(rows) - len(experts)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -94,6 +94,38 @@ def test_only_what_predicts_an_action_has_a_gradient(explore: Explore, name: str
     assert predictors_by_hand() == [11, 13]
 
 
+COUNTS_MASKED = {
+    "grpo/batch_std": "rewards of masked rows are in the std of the batch",
+    "rec/balance": "masked rows are drawn from too",
+    "gigpo": "masked steps are compared with others in the same state",
+    "gigpo/std": "masked steps are compared with others in the same state",
+}
+"""By definition: a masked row is compared with the rows that train."""
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in COUNTS_MASKED])
+def test_a_masked_group_is_as_if_it_were_not_there(explore: Explore, name: str) -> None:
+    """Loss and gradient, denominators included. Pairs have no mask: their group is left out of both."""
+    algorithm = ALGORITHMS[name]
+
+    def mask(row: Experience) -> None:
+        if row.eid.task == 0 and row.experience_type != "dpo":
+            row.action_mask = np.zeros(row.response_length, np.bool_)
+
+    @explore(shapes(min_groups=2))
+    def holds(shape: Shape) -> None:
+        rows = changed(batch(algorithm, shape), mask)
+        others = [row for row in rows if row.eid.task != 0]
+        if "pairs" in algorithm.needs:
+            rows = others
+        one, other = (one_step(table_models(algorithm), algorithm, each) for each in (rows, others))
+        assert one.num_applied == other.num_applied
+        assert float((one.flat - other.flat).norm()) <= 1e-10 * max(float(one.flat.norm()), 1.0)
+        for key, value in other.metrics.items():
+            if key.startswith(("loss/", "policy/", "kl/", "rollout/", "critic/", "num_trained")):
+                assert one.metrics[key] == pytest.approx(value, rel=1e-10, abs=1e-10), key
+
+
 def _predictors(row: Experience) -> list[int]:
     """The token before each action token."""
     if row.experience_type == "dpo":
