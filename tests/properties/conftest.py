@@ -13,7 +13,7 @@ Explore = Callable[..., Callable[[Callable[..., None]], None]]
 PROFILES = {
     "quick": settings(max_examples=2, derandomize=True, database=None, deadline=None, phases=[Phase.generate]),
     "deep": settings(
-        max_examples=60,
+        max_examples=30,
         database=None,
         deadline=None,
         print_blob=True,

@@ -135,12 +135,17 @@ def assert_part(whole: Advantages, part: Advantages, tokens: np.ndarray, rows: S
 
 @pytest.mark.parametrize("key", [key for key, p in PARAMS.items() if p != Rec(drop="balance")])
 def test_order_of_rows(explore: Explore, key: str) -> None:
-    """rec with drop: balance draws rows by position; its test is in `test_partition`."""
+    """rec with drop: balance draws rows by position; its test is in `test_partition`. The rank penalty
+    ranks equal rows, such as those that train nothing, by position: here there is at most one.
+    """
     params = PARAMS[key]
+    ranked = isinstance(params, Grpo) and params.rank_penalty is not None
 
     @explore(shapes(), st.randoms(use_true_random=False))
     def holds(shape: Shape, random: Any) -> None:
         x = inputs_for(params, shape)
+        if ranked and (x.lengths == 0).sum() > 1:
+            return
         order = random.sample(range(len(x.lengths)), len(x.lengths))
         assert_part(result(params, x), result(params, taken(x, order)), tokens_of(x, order), order)
 

@@ -121,6 +121,7 @@ BY_POSITION = {
     "clip_cov": "which tokens are detached is drawn at random, by position",
     "kl_cov": "among equal covariances the first tokens are held back",
     "rec/balance": "which surplus rows are set aside is drawn at random, by position",
+    "grpo/rank_penalty": "rows of equal mean logprob, those that train nothing among them, rank by position",
 }
 """Algorithms whose choice among equals depends, by definition, on the order of rows."""
 
