@@ -242,7 +242,10 @@ def _choose_layout(policy: Policy) -> Layout:
 def _check_rows(vocab_size: int) -> list[Row]:
     """Three short rows, two of one length, of every action token but the first."""
     ids = torch.arange(1, 8).numpy() * 7
-    return [Row((ids[:length] + shift) % vocab_size, torch.arange(1, length).numpy()) for length, shift in ((7, 0), (4, 0), (4, 1))]
+    return [
+        Row((ids[:length] + shift) % vocab_size, torch.arange(1, length).numpy())
+        for length, shift in ((7, 0), (4, 0), (4, 1))
+    ]
 
 
 @torch.no_grad()

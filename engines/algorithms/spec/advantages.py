@@ -13,6 +13,10 @@ from pydantic import Field
 from engines.algorithms.spec.base import Needs, Params
 
 SAMPLER: Needs = frozenset({"rollout_logprobs"})
+GROUP_OF_ONE = "A group of one has advantage 0 and is counted in a metric; in Trinity-RFT its advantage is its reward."
+ACTIONS_ONLY = (
+    "Runs over action tokens alone, and is 0 elsewhere; Trinity-RFT's runs through what tools wrote and padding."
+)
 ROWS, TOKENS = "engines.algorithms.advantages", "engines.algorithms.token_advantages"
 
 
@@ -29,11 +33,15 @@ class Grpo(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:grpo"
+    differs: ClassVar[tuple[str, ...]] = (
+        GROUP_OF_ONE,
+        "rank_penalty: mean, std and numerator all have the lowered rewards; Trinity-RFT's numerator has the raw one.",
+    )
     name: Literal["grpo"] = "grpo"
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the std."""
     normalize: bool = True
-    """Divide by the std. False: A = R - mean (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    """Divide by the std. False: A = R - mean (Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783)."""
     std_threshold: float | None = Field(default=None, ge=0)
     """Drop groups whose std is not above this, and groups of one, before the forward pass. None: keep all."""
     rank_penalty: float | None = Field(default=None, ge=0, le=1)
@@ -57,12 +65,13 @@ class Reinforce(AdvantageParams):
 
 
 class Rloo(AdvantageParams):
-    """A = R - mean of the other rows of the group. Ahmadian et al. 2024, arXiv:2402.14740, 3.4.
+    """A = R - mean of the other rows of the group. Ahmadian et al. 2024, arXiv:2402.14740, 2.3.
 
     A group of one has advantage 0: there is nothing to compare with.
     """
 
     function: ClassVar[str] = f"{ROWS}:rloo"
+    differs: ClassVar[tuple[str, ...]] = (GROUP_OF_ONE,)
     name: Literal["rloo"] = "rloo"
 
 
@@ -80,12 +89,14 @@ class Remax(AdvantageParams):
 class Opmd(AdvantageParams):
     """A = R - b, with b the mean of the group, or tau * (logsumexp(R / tau) - log n).
 
-    On-policy mirror descent, Kimi 2025, arXiv:2501.12599, 2.3.2. A group of one has advantage 0.
+    On-policy mirror descent: Kimi 2025, arXiv:2501.12599, 2.3.2. A group of one has advantage 0.
     """
 
     function: ClassVar[str] = f"{ROWS}:opmd"
+    differs: ClassVar[tuple[str, ...]] = (GROUP_OF_ONE,)
     name: Literal["opmd"] = "opmd"
     opmd_baseline: Literal["mean", "logavgexp"] = "mean"
+    """b: which of the two."""
     tau: float = Field(default=1.0, gt=0)
     """Temperature of logavgexp."""
 
@@ -97,33 +108,46 @@ class Asymre(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:asymre"
+    differs: ClassVar[tuple[str, ...]] = (GROUP_OF_ONE,)
     name: Literal["asymre"] = "asymre"
     baseline_shift: float = -0.1
+    """Reward units; the paper's stable choice is slightly below 0."""
 
 
 class Rec(AdvantageParams):
-    """A = R - mean of the group, with `std_normalize` over (population std + epsilon). arXiv:2509.24203.
+    """A = R - mean of the group, with `std_normalize` over (population std + epsilon). Yao et al. 2025,
+    arXiv:2509.24203.
 
     drop balance: where more rows are below the mean than not, surplus ones of them, drawn at random, get advantage 0
     and count in no statistic. A group of one has advantage 0.
     """
 
     function: ClassVar[str] = f"{ROWS}:rec"
+    differs: ClassVar[tuple[str, ...]] = ("A group of one has advantage 0; Trinity-RFT's run ends with an error.",)
     name: Literal["rec"] = "rec"
     epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the std."""
     std_normalize: bool = False
+    """Divide by the std."""
     drop: Literal["balance"] | None = None
+    """balance: set surplus rows below the mean aside. None: keep all."""
 
 
 class StepWiseGrpo(AdvantageParams):
     """GRPO over runs of several steps: the last step of each run has the reward, all steps get the run's advantage.
 
-    The last step is that with the largest `eid.step`. A task with one run has advantage 0.
+    Trinity-RFT's multi-step GRPO: Pan et al. 2025, arXiv:2505.17826. The last step is that with the largest `eid.step`.
+    A task with one run has advantage 0.
     """
 
     function: ClassVar[str] = f"{ROWS}:step_wise_grpo"
+    differs: ClassVar[tuple[str, ...]] = (
+        "A task with one run has advantage 0; in Trinity-RFT its advantage is its reward.",
+        "The last step of a run is the one with the largest eid.step; Trinity-RFT takes the one that is listed last.",
+    )
     name: Literal["step_wise_grpo"] = "step_wise_grpo"
     epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the std."""
     enable_step_norm: bool = False
     """Divide by the number of steps of the run."""
     std_threshold: float | None = Field(default=None, ge=0)
@@ -141,15 +165,20 @@ class Gigpo(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:gigpo"
+    differs: ClassVar[tuple[str, ...]] = ("A task with one run has A_run 0; in Trinity-RFT it is the run's return.",)
     name: Literal["gigpo"] = "gigpo"
     omega: float = Field(default=1.0, ge=0)
+    """Weight of A_step."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per step."""
     fnorm: Literal["none", "std"] = "none"
-    """Divide both by (std + epsilon), or by (1 + epsilon)."""
+    """std: divide both by (std + epsilon). none: by (1 + epsilon)."""
     epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the divisor."""
     step_reward_key: str = "step_reward"
+    """Where in `info` the reward of a step is."""
     env_state_hash_key: str = "env_state_hash"
+    """Where in `info` the state is that a step began in, as anything that can be printed."""
 
 
 class Gae(AdvantageParams):
@@ -160,6 +189,7 @@ class Gae(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{TOKENS}:gae"
+    differs: ClassVar[tuple[str, ...]] = (ACTIONS_ONLY,)
     requires: ClassVar[Needs] = frozenset({"rewards", "values"})
     name: Literal["ppo"] = "ppo"
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -172,6 +202,7 @@ class ReinforcePlusPlus(AdvantageParams):
     """A_t = r_t + gamma A_(t+1), whitened over the action tokens of the batch. Hu 2025, arXiv:2501.03262."""
 
     function: ClassVar[str] = f"{TOKENS}:reinforce_plus_plus"
+    differs: ClassVar[tuple[str, ...]] = (ACTIONS_ONLY,)
     name: Literal["reinforceplusplus"] = "reinforceplusplus"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per action token."""
@@ -180,7 +211,7 @@ class ReinforcePlusPlus(AdvantageParams):
 class OnPolicyDistill(AdvantageParams):
     """A_t = kl_coef * (teacher logprob - old logprob): a policy gradient towards the teacher.
 
-    Agarwal et al. 2023, arXiv:2306.13649 (reverse KL on the student's samples); Thinking Machines 2025, On-Policy
+    Agarwal et al. 2023 (GKD), arXiv:2306.13649 (reverse KL on the student's samples); Thinking Machines 2025, On-Policy
     Distillation. Rewards are not used.
     """
 
@@ -188,30 +219,35 @@ class OnPolicyDistill(AdvantageParams):
     requires: ClassVar[Needs] = frozenset({"old_logprobs", "teacher_logprobs"})
     name: Literal["on_policy_distill"] = "on_policy_distill"
     kl_coef: float = Field(default=1.0, ge=0)
+    """Scale of the advantages."""
 
 
 class Jsd(AdvantageParams):
-    """A_t = -kl_coef * J, the generalised Jensen-Shannon divergence of the sampled tokens. arXiv:2306.13649, eq. 1.
+    """A_t = -kl_coef * J, the generalised Jensen-Shannon divergence of the sampled tokens.
 
-    With b = lambda_coef, s and T the student's and the teacher's logprob over the temperature: b = 0: J = s - T; b = 1:
-    J = T - s; else J = b (T - m) + (1 - b) (s - m), m = logsumexp(s + log(1 - b), T + log b). J is taken at the sampled
-    token, so it can be negative; only with b = 0 does its expected gradient lead to the teacher, as on_policy_distill.
+    Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1. With b = lambda_coef, s and T the student's and the teacher's
+    logprob over the temperature: b = 0: J = s - T; b = 1: J = T - s; else J = b (T - m) + (1 - b) (s - m), m =
+    logsumexp(s + log(1 - b), T + log b). J is taken at the sampled token, so it can be negative; only with b = 0 does
+    its expected gradient lead to the teacher, as on_policy_distill.
     """
 
     function: ClassVar[str] = f"{TOKENS}:jsd"
     requires: ClassVar[Needs] = frozenset({"old_logprobs", "teacher_logprobs"})
     name: Literal["jsd"] = "jsd"
     lambda_coef: float = Field(default=0.5, ge=0, le=1)
+    """b: share of the teacher in the mixture."""
     kl_coef: float = Field(default=1.0, ge=0)
+    """Scale of the advantages."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides both logprobs first."""
 
 
 class ClipB(AdvantageParams):
-    """GRPO that drops negative tokens whose update would take most entropy away. arXiv:2602.03392, batch-normalised.
+    """GRPO that drops negative tokens whose update would take most entropy away, by the batch's scores.
 
-    S = p (H + log p) with p the sampled token's probability and H the entropy there. Tokens with A < 0 and S - mean(S)
-    below -mu std(S) take no part; mean and std over the action tokens of the batch.
+    Wang et al. 2026 (Clip_B), arXiv:2602.03392. S = p (H + log p) with p the sampled token's probability and H the
+    entropy there. Tokens with A < 0 and S - mean(S) below -mu std(S) take no part; mean and std over the action tokens
+    of the batch.
     """
 
     function: ClassVar[str] = f"{TOKENS}:clip_b"
@@ -220,12 +256,14 @@ class ClipB(AdvantageParams):
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the std of the group's rewards."""
     mu: float = Field(default=2.5, ge=0)
+    """Standard deviations below the batch's mean at which tokens are dropped."""
 
 
 class ClipV(AdvantageParams):
-    """As clipb, with S compared to its expectation over the vocabulary instead of the batch mean. arXiv:2602.03392.
+    """As clipb, with S compared to its expectation over the vocabulary instead of the batch mean.
 
-    D = E[S] - S. Tokens with D above mu std(D) take no part: all with A = 0; with A < 0 the worst, up to max_frac.
+    Wang et al. 2026 (Clip_V), arXiv:2602.03392. D = E[S] - S. Tokens with D above mu std(D) take no part: all with A = 0;
+    with A < 0 the worst, up to max_frac.
     """
 
     function: ClassVar[str] = f"{TOKENS}:clip_v"
@@ -234,6 +272,7 @@ class ClipV(AdvantageParams):
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the std of the group's rewards."""
     mu: float = Field(default=8.5, ge=0)
+    """Standard deviations of D above which tokens are dropped."""
     max_frac: float = Field(default=1e-4, ge=0, le=1)
     """Largest share of the action tokens that are dropped for A < 0; at least one may be."""
 

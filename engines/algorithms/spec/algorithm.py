@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -31,6 +31,18 @@ class Algorithm(Frozen):
         ['old_logprobs', 'rewards', 'rollout_logprobs']
     """
 
+    differs: ClassVar[tuple[str, ...]] = (
+        "One denominator for a whole update, counted over all its micro-batches; Trinity-RFT sums the means of the "
+        "micro-batches, so its gradient depends on how a batch was cut.",
+        "Rows without an action token count nowhere, nothing is added to a denominator, and an empty batch changes "
+        "nothing; Trinity-RFT counts such rows in the seq-mean modes and adds 1e-8.",
+        "The preset's group size is applied, and *_args change only what they name; Trinity-RFT declares group sizes "
+        "but samples repeat_times = 1, and a partial *_args switches the other parameters to other defaults.",
+        "Every metric declares whether it is a mean, a sum or an extreme; Trinity-RFT goes by whether the name "
+        "contains min or max.",
+    )
+    """As `Params.differs`, for every algorithm."""
+
     advantage: SerializeAsAny[AdvantageParams | None] = None
     """None: the loss uses no advantages."""
     loss: SerializeAsAny[LossParams]
@@ -39,6 +51,7 @@ class Algorithm(Frozen):
     kl_penalty: SerializeAsAny[KlParams] = NoKl()
     """To the reference model, in the reward."""
     entropy: SerializeAsAny[EntropyParams] = NoEntropy()
+    """Of the policy, in the loss."""
     correction: RolloutCorrection | None = None
     """For the difference between sampler and trainer."""
     shaping: OverlongShaping | None = None
@@ -49,7 +62,8 @@ class Algorithm(Frozen):
     """Responses that were cut at the limit are compared with the others, but do not train."""
     aggregation: Aggregation = "token-mean"
     """token-mean: tokens weigh the same. seq-mean-*: sequences weigh the same, their token losses summed or averaged.
-    seq-mean-token-sum-norm: sum of all tokens over the longest response of the update (Dr. GRPO, arXiv:2503.20783)."""
+    seq-mean-token-sum-norm: sum of all tokens over the longest response of the update (Liu et al. 2025 (Dr. GRPO),
+    arXiv:2503.20783)."""
     group_size: int = Field(default=1, ge=1)
     """Samples per task."""
     bypass_old_logprobs: bool = True

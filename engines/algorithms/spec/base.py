@@ -44,13 +44,16 @@ NOTHING: Needs = frozenset()
 class Params(Frozen):
     """Parameters of one part of an algorithm. The docstring of a subclass is its formula and its source.
 
-    One that is built in has a field `name`, a Literal with the name by default.
+    One that is built in has a field `name`, a Literal with the name by default. Sources are written "Author et al.
+    2025, arXiv:2501.00001": `engines.algorithms.describe` finds them, and shows these docstrings to the user.
     """
 
     function: ClassVar[str]
     """module:name of the function that takes (inputs, these parameters)."""
     requires: ClassVar[Needs] = NOTHING
     """What the function reads. A subclass whose parameters decide overrides `needs`."""
+    differs: ClassVar[tuple[str, ...]] = ()
+    """Where the number is another one than Trinity-RFT 0.6.0 would give, on purpose: sentences for the user."""
 
     @property
     def needs(self) -> Needs:

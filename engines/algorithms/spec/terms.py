@@ -33,8 +33,14 @@ class KlParams(Params):
     Adaptive: kl_coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) * rows / horizon.
     """
 
+    differs: ClassVar[tuple[str, ...]] = (
+        "adaptive works; Trinity-RFT's run ends with an error.",
+        "A reference model is there whenever it is needed; Trinity-RFT's run ends with a KeyError without one.",
+    )
     kl_coef: float = Field(default=0.001, ge=0)
+    """The coefficient, or the first one if adaptive. 0: no KL, no reference model."""
     adaptive: bool = False
+    """Let the coefficient follow the KL, step by step."""
     target_kl: float | None = Field(default=None, gt=0)
     """Nats per action token that an adaptive coefficient aims at."""
     horizon: float | None = Field(default=None, gt=0)
@@ -60,6 +66,7 @@ class KlParams(Params):
 class NoKl(KlParams):
     """No KL term, no reference model."""
 
+    differs: ClassVar[tuple[str, ...]] = ()
     name: Literal["none"] = "none"
     kl_coef: float = 0.0
     """Not used."""
@@ -73,10 +80,20 @@ class NoKl(KlParams):
 class KlInLoss(KlParams):
     """kl_coef * KL(policy, reference), estimated at the sampled tokens, added to the loss.
 
-    Only estimators whose gradient is that of a KL: the table in `engines.algorithms.spec.terms` says of which.
+    With d = lp - reference: k2 = d^2 / 2; k3 = exp(-d) - 1 + d; low_var_kl = k3 within bounds; corrected_k3 = k3
+    clip(r, 0, 2), r the ratio to old. As a loss, the gradient of k2 and corrected_k3 is that of KL(policy, reference),
+    that of k3 of KL(reference, policy). Schulman 2020, http://joschu.net/blog/kl-approx.html; Liu et al. 2025,
+    arXiv:2510.01555; corrected_k3: DeepSeek 2025 (V3.2), arXiv:2512.02556. Adaptive: Ziegler et al. 2019,
+    arXiv:1909.08593, 2.2: kl_coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) * rows / horizon.
     """
 
     function: ClassVar[str] = "engines.algorithms.kl:kl_in_loss"
+    differs: ClassVar[tuple[str, ...]] = (
+        *KlParams.differs,
+        "k1 and abs are refused in the loss, where their gradient is not that of a KL; Trinity-RFT takes them.",
+        "corrected_k3: the gradient runs through its ratio, as in Trinity-RFT, here as a choice: only so is it that of "
+        "the KL, as a test by enumeration shows.",
+    )
     name: Literal["k2", "k3", "low_var_kl", "corrected_k3"] = "k2"
 
     @property
@@ -95,7 +112,12 @@ class KlInLoss(KlParams):
 
 
 class KlInReward(KlParams):
-    """kl_coef * KL(old, reference) of each action token, taken off its reward before the advantages."""
+    """kl_coef * KL(old, reference) of each action token, taken off its reward before the advantages.
+
+    With d = old - reference: k1 = d; k2 = d^2 / 2; k3 and corrected_k3 = exp(-d) - 1 + d; low_var_kl = k3 within
+    bounds; abs = absolute d. Schulman 2020, http://joschu.net/blog/kl-approx.html. Adaptive: Ziegler et al. 2019,
+    arXiv:1909.08593, 2.2: kl_coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) * rows / horizon.
+    """
 
     function: ClassVar[str] = "engines.algorithms.kl:penalty"
     name: KlEstimator = "k1"
@@ -110,6 +132,7 @@ class EntropyParams(Params):
     """Base of the entropy terms."""
 
     entropy_coef: float = Field(default=0.0, ge=0)
+    """The coefficient. 0: no bonus, and no entropies are computed for it."""
 
     @property
     def active(self) -> bool:
@@ -136,7 +159,7 @@ class NoEntropy(EntropyParams):
 
 
 class EntropyBonus(EntropyParams):
-    """entropy_coef * entropy of the policy, subtracted from the loss."""
+    """entropy_coef * entropy of the policy, subtracted from the loss. Mnih et al. 2016 (A3C), arXiv:1602.01783, 4."""
 
     function: ClassVar[str] = "engines.algorithms.entropy:entropy_bonus"
     name: Literal["default"] = "default"
@@ -146,6 +169,7 @@ class EntropyBonusOfSamples(EntropyParams):
     """As default, on the sampled rows alone: what an expert wrote has its own entropy."""
 
     function: ClassVar[str] = "engines.algorithms.entropy:entropy_bonus_of_samples"
+    differs: ClassVar[tuple[str, ...]] = ("0 if there is no sampled row; Trinity-RFT has NaN in the seq-mean modes.",)
     name: Literal["mix"] = "mix"
 
 
@@ -153,7 +177,7 @@ class RolloutCorrection(Params):
     """A weight on each token for the difference between sampler and trainer: w = exp(old - rollout), detached.
 
     Needs `bypass_old_logprobs: false`: else the sampler's logprobs are the old ones. With a ratio lp - old beside it
-    this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641, eq. 8): old is the proximal policy, the sampler the
+    this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): old is the proximal policy, the sampler the
     behaviour policy.
     """
 
@@ -165,8 +189,9 @@ class RolloutCorrection(Params):
     level: Literal["token", "sequence", "geometric"] = "token"
     """Of each token; of the row, as the product over its tokens; or as their geometric mean."""
     cap: float = Field(default=2.0, ge=1)
+    """Largest weight of truncate; beyond it mask gives 0. Not used by full."""
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Read by mask alone."""
+    """Below it mask gives 0. Not used by the others."""
 
     @model_validator(mode="after")
     def _floor_is_read(self) -> Self:
@@ -176,9 +201,10 @@ class RolloutCorrection(Params):
 
 
 class OverlongShaping(Params):
-    """Takes up to `penalty` off the reward of a response near the longest allowed, or beyond. arXiv:2503.14476, eq. 13.
+    """Takes up to `penalty` off the reward of a response near the longest allowed, or beyond.
 
-    Nothing before the last cache_share of model.max_response_tokens, then linear, all of it at the limit.
+    Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13. Nothing before the last cache_share of model.max_response_tokens,
+    then linear, all of it at the limit.
     """
 
     function: ClassVar[str] = "engines.algorithms.filters:overlong"
@@ -186,6 +212,7 @@ class OverlongShaping(Params):
     cache_share: float = Field(default=0.2, gt=0, le=1)
     """The paper has 4,096 of 20,480 tokens."""
     penalty: float = Field(default=1.0, ge=0)
+    """Reward units."""
 
 
 class FilterParams(Params):
@@ -202,12 +229,13 @@ class GroupFilterParams(FilterParams):
     """
 
     refill: bool = True
+    """Sample more tasks until the batch is full. False: the batch is smaller."""
     max_rounds: int = Field(default=10, ge=1)
     """Batches of tasks that are sampled for one step before the explorer gives up."""
 
 
 class DynamicSampling(GroupFilterParams):
-    """Keeps groups that are neither all right nor all wrong. DAPO, arXiv:2503.14476, 3.2.
+    """Keeps groups that are neither all right nor all wrong. Yu et al. 2025 (DAPO), arXiv:2503.14476, 3.2.
 
     Right: `metrics[metric_key]`, or the reward where that is missing, is above correct_threshold.
     """
@@ -215,7 +243,9 @@ class DynamicSampling(GroupFilterParams):
     function: ClassVar[str] = "engines.algorithms.filters:dynamic_sampling"
     name: Literal["dynamic_sampling"] = "dynamic_sampling"
     metric_key: str = "accuracy"
+    """Name in `metrics` of each row."""
     correct_threshold: float = 0.0
+    """A row is right above this."""
 
 
 class RewardStdFilter(GroupFilterParams):
@@ -224,7 +254,9 @@ class RewardStdFilter(GroupFilterParams):
     function: ClassVar[str] = "engines.algorithms.filters:reward_std"
     name: Literal["reward_std_filter"] = "reward_std_filter"
     refill: bool = False
+    """Sample more tasks until the batch is full. False: the batch is smaller."""
     threshold: float = Field(default=0.0, ge=0)
+    """Groups whose std is not above this are left out."""
 
 
 class RewardFilter(FilterParams):
@@ -233,18 +265,21 @@ class RewardFilter(FilterParams):
     function: ClassVar[str] = "engines.algorithms.filters:reward"
     name: Literal["reward_filter"] = "reward_filter"
     threshold: float = 0.0
+    """Smallest reward that is kept."""
 
 
 class BestOfGroup(FilterParams):
     """Keeps the num_kept best rows of each group, the first ones among equals, if they reach min_reward.
 
-    RAFT, Dong et al. 2023, arXiv:2304.06767: fine-tuning on the best of n.
+    Dong et al. 2023 (RAFT), arXiv:2304.06767: fine-tuning on the best of n.
     """
 
     function: ClassVar[str] = "engines.algorithms.filters:best_of_group"
     name: Literal["best_of_group"] = "best_of_group"
     num_kept: int = Field(default=1, ge=1)
+    """Rows of each group."""
     min_reward: float | None = None
+    """Smallest reward that is kept. None: any."""
 
 
 FILTERS: tuple[type[FilterParams], ...] = (DynamicSampling, RewardStdFilter, RewardFilter, BestOfGroup)
