@@ -1,4 +1,5 @@
-"""Algorithms by name. Torch-free. Owns: which composition a name means, and how a user's config changes it.
+"""Algorithms by name. Torch-free. Owns: which composition a name means, what it is and whose in one line, and how a
+user's config changes it.
 
 Names are those of Trinity-RFT. Differences: the declared group size is really applied, and a partial `*_args` changes
 only what it names. Others' algorithms are entry points of the group `trinity_flows.algorithms`, or are named in full as
@@ -8,7 +9,7 @@ module:ALGORITHM; each is an `Algorithm`. Others' losses, advantages and filters
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -108,7 +109,81 @@ PRESETS: dict[str, Algorithm] = {
     "importance_sampling": Algorithm(advantage=Grpo(), loss=ImportanceSampling(), group_size=2, **REFERENCE),
 }
 
+
+class About(NamedTuple):
+    """What `trinity-flows algorithms` says of a preset that its parts do not say."""
+
+    meaning: str
+    """At most 42 characters: it shares a line with name and source."""
+    source: str
+    """Author et al. 2025, arXiv:2501.00001."""
+    differs: tuple[str, ...] = ()
+    """As `Params.differs`, of the composition."""
+
+
+NO_PRESET = ("Trinity-RFT has no preset of this name.",)
+ABOUT: dict[str, About] = {
+    "sft": About("imitates the responses of the data", "Ouyang et al. 2022, arXiv:2203.02155"),
+    "cpt": About("continues pretraining on plain text", "Gururangan et al. 2020, arXiv:2004.10964"),
+    "ppo": About("clipped ratio, advantages from a critic", "Schulman et al. 2017, arXiv:1707.06347"),
+    "grpo": About("clipped ratio, rewards compared in groups", "Shao et al. 2024, arXiv:2402.03300"),
+    "dapo": About(
+        "grpo, wider upper clip, dynamic sampling",
+        "Yu et al. 2025, arXiv:2503.14476",
+        ("The preset has the paper's upper clip range 0.28 and its dynamic sampling; Trinity-RFT's has neither.",),
+    ),
+    "dr_grpo": About("grpo without bias by length and std", "Liu et al. 2025, arXiv:2503.20783", NO_PRESET),
+    "reinforceplusplus": About("clipped ratio, whitened returns", "Hu 2025, arXiv:2501.03262"),
+    "rloo": About("clipped ratio, less the mean of the others", "Ahmadian et al. 2024, arXiv:2402.14740"),
+    "remax": About(
+        "clipped ratio, less the greedy reward",
+        "Li et al. 2023, arXiv:2310.10505",
+        ("Trinity-RFT has the advantage, but no preset of this name.",),
+    ),
+    "opmd": About("mirror descent without a ratio", "Kimi 2025, arXiv:2501.12599"),
+    "asymre": About("off-policy REINFORCE, baseline set low", "Arnal et al. 2025, arXiv:2506.20520"),
+    "dpo": About("learns from preferred and refused pairs", "Rafailov et al. 2023, arXiv:2305.18290"),
+    "topr": About("REINFORCE that tapers failures", "Le Roux et al. 2025, arXiv:2503.14286"),
+    "cispo": About("weights are clipped, gradients are not", "MiniMax 2025, arXiv:2506.13585"),
+    "gspo": About("clips the ratio of the whole sequence", "Zheng et al. 2025, arXiv:2507.18071"),
+    "sapo": About("a soft gate in place of the clip", "Gao et al. 2025, arXiv:2511.20347"),
+    "mix": About("grpo beside imitation of an expert", "Zhang et al. 2025, arXiv:2508.11408"),
+    "mix_chord": About("mix on a schedule, tokens weighted", "Zhang et al. 2025, arXiv:2508.11408"),
+    "raft": About(
+        "imitates the best sample of each group",
+        "Dong et al. 2023, arXiv:2304.06767",
+        ("The best of each group are chosen here; Trinity-RFT's preset trains on whatever rows it is given.",),
+    ),
+    "sppo": About("log ratio within bounds", "Vaswani et al. 2021, arXiv:2108.05828"),
+    "rec": About("REINFORCE with clip, weight, regulariser", "Yao et al. 2025, arXiv:2509.24203"),
+    "multi_step_grpo": About("grpo over runs of several steps", "Pan et al. 2025, arXiv:2505.17826"),
+    "gigpo": About("grpo over runs and over equal states", "Feng et al. 2025, arXiv:2505.10978"),
+    "on_policy_distill": About("towards a teacher, on own samples", "Agarwal et al. 2023, arXiv:2306.13649"),
+    "jsd": About("towards a teacher, by Jensen-Shannon", "Agarwal et al. 2023, arXiv:2306.13649"),
+    "importance_sampling": About(
+        "unclipped ratio, grpo's advantages", "Degris et al. 2012, arXiv:1205.4839", NO_PRESET
+    ),
+}
+
 ENTRY_POINT_GROUP = "trinity_flows.algorithms"
+
+OWN_KEYS = {
+    "group_size": "repeat_times",
+    "aggregation": "loss_agg_mode",
+    "bypass_old_logprobs": "bypass_old_logprobs",
+    "mask_truncated": "mask_truncated",
+}
+"""Field of `Algorithm` that is no part -> key of the config."""
+PART_KEYS = {
+    "advantage": "advantage_fn",
+    "loss": "policy_loss_fn",
+    "kl": "kl_loss_fn",
+    "kl_penalty": "kl_penalty_fn",
+    "entropy": "entropy_loss_fn",
+}
+"""Part of `Algorithm` that is chosen by `<key>` and changed by `<key>_args`."""
+OPTIONAL_PART_KEYS = {"correction": "rollout_correction", "shaping": "overlong_shaping"}
+"""Part of `Algorithm` that is given as {name: ..., args: ...}, as each of `filters` is."""
 
 
 def by_name(classes: Iterable[type[Params]]) -> dict[str, type[Params]]:
@@ -146,28 +221,20 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
     Raises ConfigError for an unknown name or a bad parameter, saying which and what is allowed.
     """
-    preset = PRESETS.get(config.algorithm_type) or _plugged_in(config.algorithm_type)
-    filters = preset.filters
-    if config.filters is not None:
-        filters = tuple(_made("filters", part.name, part.args) for part in config.filters)
-    parts: dict[str, Any] = {
-        "advantage": _part("advantage_fn", preset.advantage, config),
-        "loss": _part("policy_loss_fn", preset.loss, config),
-        "kl": _part("kl_loss_fn", preset.kl, config),
-        "kl_penalty": _part("kl_penalty_fn", preset.kl_penalty, config),
-        "entropy": _part("entropy_loss_fn", preset.entropy, config),
-        "correction": _optional("rollout_correction", preset.correction, config.rollout_correction),
-        "shaping": _optional("overlong_shaping", preset.shaping, config.overlong_shaping),
-        "filters": filters,
-        "mask_truncated": preset.mask_truncated if config.mask_truncated is None else config.mask_truncated,
-        "aggregation": config.loss_agg_mode or preset.aggregation,
-        "group_size": config.repeat_times or preset.group_size,
-        "bypass_old_logprobs": preset.bypass_old_logprobs
-        if config.bypass_old_logprobs is None
-        else config.bypass_old_logprobs,
+    preset = preset_named(config.algorithm_type)
+    values: dict[str, Any] = {
+        field: getattr(preset, field) if (value := getattr(config, key)) is None else value
+        for field, key in OWN_KEYS.items()
     }
+    values |= {field: _part(key, getattr(preset, field), config) for field, key in PART_KEYS.items()}
+    values |= {
+        field: _optional(key, getattr(preset, field), getattr(config, key)) for field, key in OPTIONAL_PART_KEYS.items()
+    }
+    values["filters"] = preset.filters
+    if config.filters is not None:
+        values["filters"] = tuple(part_named("filters", part.name, part.args) for part in config.filters)
     try:
-        return Algorithm(**parts)
+        return Algorithm(**values)
     except ValidationError as error:
         raise ConfigError(f"algorithm {config.algorithm_type}: {_first(error)}") from None
 
@@ -179,7 +246,7 @@ def _part(field: str, preset: Params | None, config: AlgorithmConfig) -> Params 
     if preset is not None and name in (None, name_of(preset)):
         return _checked(field, type(preset), preset.model_dump() | dict(args)) if args else preset
     if name is not None:
-        return _made(field, name, args)
+        return part_named(field, name, args)
     if args:
         raise ConfigError(f"algorithm.{field}_args is given, but {config.algorithm_type} has no {field}; name one")
     return None
@@ -188,11 +255,14 @@ def _part(field: str, preset: Params | None, config: AlgorithmConfig) -> Params 
 def _optional(field: str, preset: Params | None, part: PartConfig | None) -> Params | None:
     if part is None:
         return preset
-    return None if part.name == "none" else _made(field, part.name, part.args)
+    return None if part.name == "none" else part_named(field, part.name, part.args)
 
 
-def _made(field: str, name: str, args: Mapping[str, Any]) -> Params:
-    """Params of this name: built in, or of another distribution by entry point or as module:Class."""
+def part_named(field: str, name: str, args: Mapping[str, Any]) -> Params:
+    """Params of this name for a key of `KINDS`: built in, or of another distribution by entry point or as module:Class.
+
+    Raises ConfigError.
+    """
     base, known = KINDS[field]
     if name in known:
         return _checked(field, known[name], {"name": name} | dict(args))
@@ -223,10 +293,13 @@ def _first(error: ValidationError) -> str:
     detail = error.errors()[0]
     place = ".".join(str(part) for part in detail["loc"])
     shown = f", got {detail['input']!r}" if place else ""
-    return f"{place + ': ' if place else ''}{detail['msg']}{shown}"
+    return f"{place + ': ' if place else ''}{detail['msg'].removeprefix('Value error, ')}{shown}"
 
 
-def _plugged_in(name: str) -> Algorithm:
+def preset_named(name: str) -> Algorithm:
+    """Built in, installed as an entry point, or module:ALGORITHM. Raises ConfigError."""
+    if name in PRESETS:
+        return PRESETS[name]
     targets = plugins.installed(ENTRY_POINT_GROUP)
     if ":" in name:
         targets[name] = name

@@ -30,6 +30,15 @@ def test_sft_preset_needs_nothing() -> None:
     assert algorithm.needs == frozenset()
 
 
+@pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
+def test_distillation_needs_a_reward_only_to_lower_it(name: str) -> None:
+    assert resolve(AlgorithmConfig(algorithm_type=name)).needs == {
+        "old_logprobs", "rollout_logprobs", "teacher_logprobs"
+    }  # fmt: skip
+    lowered = resolve(AlgorithmConfig(algorithm_type=name, kl_penalty_fn="k1"))
+    assert {"rewards", "reference"} <= lowered.needs
+
+
 def test_partial_override_changes_only_what_it_names() -> None:
     algorithm = resolve(
         AlgorithmConfig(

@@ -262,8 +262,8 @@ class ClipB(AdvantageParams):
 class ClipV(AdvantageParams):
     """As clipb, with S compared to its expectation over the vocabulary instead of the batch mean.
 
-    Wang et al. 2026 (Clip_V), arXiv:2602.03392. D = E[S] - S. Tokens with D above mu std(D) take no part: all with A = 0;
-    with A < 0 the worst, up to max_frac.
+    Wang et al. 2026 (Clip_V), arXiv:2602.03392. D = E[S] - S. Tokens with D above mu std(D) take no part: all with A =
+    0; with A < 0 the worst, up to max_frac.
     """
 
     function: ClassVar[str] = f"{TOKENS}:clip_v"

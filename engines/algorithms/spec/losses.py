@@ -14,8 +14,7 @@ from pydantic import Field, model_validator
 from engines.algorithms.spec.base import Needs, Params
 
 POLICY, SELECTION = "engines.algorithms.losses", "engines.algorithms.selection"
-ADVANTAGES: Needs = frozenset({"rewards"})
-RATIO: Needs = frozenset({"rewards", "old_logprobs"})
+RATIO: Needs = frozenset({"old_logprobs"})
 EXPERTS: Needs = frozenset({"expert_rows"})
 
 
@@ -198,7 +197,6 @@ class OpmdLoss(LossParams):
     """
 
     function: ClassVar[str] = f"{POLICY}:opmd"
-    requires: ClassVar[Needs] = ADVANTAGES
     name: Literal["opmd"] = "opmd"
     tau: float = Field(default=1.0, ge=0)
     """Strength of the regularisation towards the old policy: it divides the step."""

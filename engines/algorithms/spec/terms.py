@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from engines.algorithms.spec.base import NOTHING, Needs, Params
 
 OLD: Needs = frozenset({"old_logprobs"})
+REWARDS: Needs = frozenset({"rewards"})
 REFERENCE: Needs = frozenset({"reference"})
 ENTROPY: Needs = frozenset({"entropy"})
 
@@ -124,8 +125,8 @@ class KlInReward(KlParams):
 
     @property
     def needs(self) -> Needs:
-        """The old policy's logprobs beside the reference's."""
-        return super().needs | (OLD if self.active else NOTHING)
+        """The old policy's logprobs beside the reference's, and rewards to lower."""
+        return super().needs | (OLD | REWARDS if self.active else NOTHING)
 
 
 class EntropyParams(Params):
