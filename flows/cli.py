@@ -117,6 +117,26 @@ def ledger(
         print_ledger(entry)
 
 
+@app.command()
+def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(help="An algorithm, a part such as kl_loss_fn.k2, or your own as module:NAME.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the algorithms; or show one: formula, parameters, what it needs, where it differs from Trinity-RFT."""
+    from engines.algorithms.describe import Listing, describe, listing
+    from flows.algorithms_page import print_list, print_page
+
+    page = describe(name) if name else listing()
+    if as_json:
+        _print_json(page.model_dump(mode="json"))
+    elif isinstance(page, Listing):
+        print_list(page)
+    else:
+        print_page(page)
+
+
 def _run_flow(name: str, path: Path | list[Path], overrides: list[str] | None, as_json: bool) -> None:
     """Load the config, run the flow embedded or on the server that PREFECT_API_URL names, exit as it ended."""
     from flows import environment
