@@ -35,12 +35,14 @@ def print_list(listing: Listing, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal:
         for row in (COLUMNS, *map(row_of, listing.algorithms)):
-            _line(console, "\t".join(row))
+            console.file.write("\t".join(row) + "\n")  # rich would make spaces of the tabs
     else:
         _line(console, f"{'algorithm':<{NAME}}{'what it is':<{MEANING}}source", "bold")
+        _line(console, "  advantage + policy loss, n samples per task, aggregation, KL, entropy bonus H; needs", "dim")
         for page in listing.algorithms:
+            needs = "" if page.needs_in_short == "-" else f"; needs {page.needs_in_short}"
             _line(console, f"{page.name:<{NAME}}{page.meaning:<{MEANING}}{page.source}")
-            _line(console, f"  {composition(page)}; needs {page.needs_in_short}", "dim")
+            _line(console, f"  {composition(page)}{needs}", "dim")
         _line(console, "")
         for key, names in listing.parts.items():
             _text(console, f"{key}: {', '.join(names)}", "  ")
@@ -61,9 +63,9 @@ def row_of(page: AlgorithmPage) -> tuple[str, ...]:
 def composition(page: AlgorithmPage) -> str:
     """What it is made of, in short."""
     made_of = page.policy_loss if page.advantage == "-" else f"{page.advantage} + {page.policy_loss}"
-    kl = "no KL" if page.kl == "-" else f"KL {page.kl}"
+    kl = "" if page.kl == "-" else f", {page.kl}"
     entropy = "" if page.entropy == "-" else f", H {page.entropy.rpartition(' ')[2]}"
-    return f"{made_of}, n {page.group_size}, {page.aggregation}, {kl}{entropy}"
+    return f"{made_of}, n {page.group_size}, {page.aggregation}{kl}{entropy}"
 
 
 def print_page(page: AlgorithmPage | PartPage, console: Console | None = None) -> None:
@@ -75,7 +77,7 @@ def print_page(page: AlgorithmPage | PartPage, console: Console | None = None) -
         return
     _line(console, f"{page.name}: {page.meaning}", "bold")
     _line(console, page.source)
-    _line(console, f"{composition(page)}, entropy {page.entropy}")
+    _line(console, composition(page))
     _print_needs(page.needs, console)
     for part in page.parts:
         _line(console, "")

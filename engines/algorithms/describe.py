@@ -127,7 +127,7 @@ NEEDS: dict[Need, tuple[str, str]] = {
         "writers give reward, or token_level_reward.",
     ),
     "rollout_logprobs": (
-        "sampler logprobs",
+        "logprobs",
         "The sampler's logprob of every token that trains, at the sampling temperature. The explorer writes it; other "
         "writers give logprobs, or the config says algorithm.bypass_old_logprobs: false (not with rollout_correction).",
     ),

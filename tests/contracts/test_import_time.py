@@ -1,4 +1,4 @@
-"""What a user waits for: `import flows` costs next to nothing beside Prefect, `--help` answers at once.
+"""What a user waits for: `import flows` costs next to nothing beside Prefect, `--help` and `algorithms` answer at once.
 
 Other work on the machine only ever adds time, so the smallest of a few fresh processes is the measurement; the loop
 stops at the first that meets the limit.
@@ -37,14 +37,24 @@ def import_flows_s() -> float:
     return float(done.stdout)
 
 
-def help_s() -> float:
+def command_s(argument: str, *words: str) -> float:
+    """How long `trinity-flows ARGUMENT` takes to print all of these words."""
     start = time.perf_counter()
-    command = [str(Path(sys.executable).with_name("trinity-flows")), "--help"]
+    command = [str(Path(sys.executable).with_name("trinity-flows")), argument]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    for name in ("finetune", "train", "explore", "evaluate", "compare", "show", "verify", "ledger"):
-        assert name in done.stdout
+    for word in words:
+        assert word in done.stdout
     return time.perf_counter() - start
+
+
+def help_s() -> float:
+    commands = ("finetune", "train", "explore", "evaluate", "compare", "show", "verify", "ledger", "algorithms")
+    return command_s("--help", *commands)
+
+
+def algorithms_s() -> float:
+    return command_s("algorithms", "grpo", "dpo", "arXiv:2402.03300")
 
 
 def test_import_flows_adds_little_to_import_prefect() -> None:
@@ -53,3 +63,7 @@ def test_import_flows_adds_little_to_import_prefect() -> None:
 
 def test_help_answers_in_under_a_second() -> None:
     assert best_of(help_s, 1.0) < 1.0
+
+
+def test_algorithms_are_listed_in_under_a_second_and_a_half() -> None:
+    assert best_of(algorithms_s, 1.5) < 1.5

@@ -10,6 +10,7 @@ import pytest
 import typer
 import yaml
 
+from engines.algorithms.describe import listing
 from flows.cli import app
 from trinity_tasks.config_source import apply_override, load_config, parse_config
 
@@ -60,3 +61,9 @@ def test_overrides_fit_their_config() -> None:
         raw = yaml.safe_load((REPO / path).read_text())
         apply_override(raw, override)
         assert parse_config(raw) != load_config(REPO / path), override
+
+
+def test_table_of_algorithms_is_what_the_command_says() -> None:
+    section = README.partition("\n## Algorithms\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert rows[2:] == [f"| {page.name} | {page.source} | {page.needs_in_short} |" for page in listing().algorithms]
