@@ -26,7 +26,7 @@ COLUMNS = (
     "entropy",
     "needs",
 )
-NAME, MEANING = 21, 43
+NAME, MEANING = 20, 40
 """Columns of the list on a terminal."""
 
 

@@ -114,7 +114,7 @@ class About(NamedTuple):
     """What `trinity-flows algorithms` says of a preset that its parts do not say."""
 
     meaning: str
-    """At most 42 characters: it shares a line with name and source."""
+    """At most 39 characters: it shares a line with name and source."""
     source: str
     """Author et al. 2025, arXiv:2501.00001."""
     differs: tuple[str, ...] = ()
@@ -126,15 +126,15 @@ ABOUT: dict[str, About] = {
     "sft": About("imitates the responses of the data", "Ouyang et al. 2022, arXiv:2203.02155"),
     "cpt": About("continues pretraining on plain text", "Gururangan et al. 2020, arXiv:2004.10964"),
     "ppo": About("clipped ratio, advantages from a critic", "Schulman et al. 2017, arXiv:1707.06347"),
-    "grpo": About("clipped ratio, rewards compared in groups", "Shao et al. 2024, arXiv:2402.03300"),
+    "grpo": About("clipped ratio, compares within groups", "Shao et al. 2024, arXiv:2402.03300"),
     "dapo": About(
-        "grpo, wider upper clip, dynamic sampling",
+        "grpo, clips higher, dynamic sampling",
         "Yu et al. 2025, arXiv:2503.14476",
         ("The preset has the paper's upper clip range 0.28 and its dynamic sampling; Trinity-RFT's has neither.",),
     ),
     "dr_grpo": About("grpo without bias by length and std", "Liu et al. 2025, arXiv:2503.20783", NO_PRESET),
     "reinforceplusplus": About("clipped ratio, whitened returns", "Hu 2025, arXiv:2501.03262"),
-    "rloo": About("clipped ratio, less the mean of the others", "Ahmadian et al. 2024, arXiv:2402.14740"),
+    "rloo": About("clipped ratio, less the others' mean", "Ahmadian et al. 2024, arXiv:2402.14740"),
     "remax": About(
         "clipped ratio, less the greedy reward",
         "Li et al. 2023, arXiv:2310.10505",
@@ -155,7 +155,7 @@ ABOUT: dict[str, About] = {
         ("The best of each group are chosen here; Trinity-RFT's preset trains on whatever rows it is given.",),
     ),
     "sppo": About("log ratio within bounds", "Vaswani et al. 2021, arXiv:2108.05828"),
-    "rec": About("REINFORCE with clip, weight, regulariser", "Yao et al. 2025, arXiv:2509.24203"),
+    "rec": About("REINFORCE, clipped and regularised", "Yao et al. 2025, arXiv:2509.24203"),
     "multi_step_grpo": About("grpo over runs of several steps", "Pan et al. 2025, arXiv:2505.17826"),
     "gigpo": About("grpo over runs and over equal states", "Feng et al. 2025, arXiv:2505.10978"),
     "on_policy_distill": About("towards a teacher, on own samples", "Agarwal et al. 2023, arXiv:2306.13649"),
