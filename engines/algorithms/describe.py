@@ -270,7 +270,7 @@ def sources(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _described_object(name: str) -> AlgorithmPage | PartPage:
-    found = plugins.load(repr(name), name)
+    found = plugins.load("algorithm", name)
     if isinstance(found, Algorithm):
         return describe_algorithm(name, found)
     if isinstance(found, type) and issubclass(found, Params):

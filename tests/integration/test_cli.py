@@ -36,6 +36,22 @@ FRESH_TASKS = (
 )
 
 
+LOSS = '''
+from typing import ClassVar, Literal
+
+from engines.algorithms.spec import LossParams
+
+
+class Scaled(LossParams):
+    """-scale A lp."""
+
+    function: ClassVar[str] = "my_losses:scaled"
+    name: Literal["scaled"] = "scaled"
+    scale: float = 2.5
+    """Factor."""
+'''
+
+
 @dataclasses.dataclass(frozen=True)
 class Start:
     """A command that has ended, and the state of its job then."""
@@ -391,6 +407,43 @@ def test_a_prefect_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert_refused(ended, 1, f"TrinityFlowsError: the Prefect server {nowhere} does not answer")
     assert len(ended.err.splitlines()) == 1
     assert not (place.folder / "runs").exists()
+
+
+# -- what there is to choose from -------------------------------------------------------------------------------------
+
+
+def test_algorithms_are_listed_and_shown_without_a_server(tmp_path: Path) -> None:
+    place = Workplace.make(tmp_path)
+    table = place.run("algorithms")
+    assert_good(table)
+    head, *rows = (line.split("\t") for line in table.out.splitlines())
+    sources = {row[0]: row[head.index("source")] for row in rows}
+    assert sources["gspo"] == "Zheng et al. 2025, arXiv:2507.18071"
+    everything = place.run("algorithms", "--json")
+    assert_good(everything)
+    assert [page["name"] for page in everything.json["algorithms"]] == list(sources)
+    assert everything.json["parts"]["overlong_shaping"] == ["overlong"]
+    text = place.run("algorithms", "dpo")
+    assert_good(text)
+    assert "  algorithm.policy_loss_fn_args.label_smoothing=0.0\n" in text.out
+    assert "    * One sigmoid for each pair, then the mean;" in text.out
+    assert not place.home.exists()
+
+
+def test_a_loss_in_the_users_folder_is_shown(tmp_path: Path) -> None:
+    place = Workplace.make(tmp_path)
+    (place.folder / "my_losses.py").write_text(LOSS)
+    ended = place.run("algorithms", "my_losses:Scaled", "--json")
+    assert_good(ended)
+    page = ended.json
+    assert (page["text"], page["function"]) == (["-scale A lp."], "my_losses:scaled")
+    assert [(item["key"], item["default"]) for item in page["parameters"]] == [
+        ("algorithm.policy_loss_fn_args.scale", 2.5)
+    ]
+    wrong = place.run("algorithms", "my_losses:Scale", "--json")
+    assert_refused(wrong, 2, "ConfigError: algorithm (my_losses:Scale) cannot be imported")
+    typo = place.run("algorithms", "gropo", "--json")
+    assert_refused(typo, 2, "ConfigError: algorithm 'gropo' is not known; did you mean grpo?")
 
 
 # -- wrong usage ------------------------------------------------------------------------------------------------------

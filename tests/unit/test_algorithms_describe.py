@@ -237,7 +237,7 @@ def test_a_part_goes_by_its_own_name_if_no_other_has_it() -> None:
         ("k2", "several parts; say which: kl_loss_fn.k2, kl_penalty_fn.k2"),
         ("kl_loss_fn.k1", "the gradient of k1 has expectation 0"),
         ("os:getcwd", "'os:getcwd' is neither an Algorithm nor a params class"),
-        ("nowhere:MINE", r"'nowhere:MINE' \(nowhere:MINE\) cannot be imported"),
+        ("nowhere:MINE", r"algorithm \(nowhere:MINE\) cannot be imported"),
     ],
 )
 def test_a_wrong_name_gets_what_was_meant(name: str, words: str) -> None:
