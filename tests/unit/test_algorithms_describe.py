@@ -71,7 +71,7 @@ def parameters(page: AlgorithmPage) -> dict[str, ParameterPage]:
 def test_dapo_by_hand() -> None:
     page = algorithm_page("dapo")
     assert (page.advantage, page.policy_loss, page.group_size, page.aggregation) == ("grpo", "ppo", 16, "token-mean")
-    assert (page.kl, page.entropy, page.source) == ("-", "-", "Yu et al. 2025, arXiv:2503.14476")
+    assert (page.kl, page.entropy, page.source) == ("-", "default 0", "Yu et al. 2025, arXiv:2503.14476")
     assert [part.name for part in page.parts] == ["advantage_fn.grpo", "policy_loss_fn.ppo", "filters.dynamic_sampling"]
     found = parameters(page)
     assert found["algorithm.policy_loss_fn_args.clip_range_high"].default == 0.28
