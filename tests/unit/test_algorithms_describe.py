@@ -72,7 +72,9 @@ def test_dapo_by_hand() -> None:
     page = algorithm_page("dapo")
     assert (page.advantage, page.policy_loss, page.group_size, page.aggregation) == ("grpo", "ppo", 16, "token-mean")
     assert (page.kl, page.entropy, page.source) == ("-", "default 0", "Yu et al. 2025, arXiv:2503.14476")
-    assert [part.name for part in page.parts] == ["advantage_fn.grpo", "policy_loss_fn.ppo", "filters.dynamic_sampling"]
+    assert [part.name for part in page.parts] == [
+        "advantage_fn.grpo", "policy_loss_fn.ppo", "entropy_loss_fn.default", "filters.dynamic_sampling"
+    ]  # fmt: skip
     found = parameters(page)
     assert found["algorithm.policy_loss_fn_args.clip_range_high"].default == 0.28
     assert found["algorithm.policy_loss_fn_args.clip_range_high"].allowed == ">= 0"
