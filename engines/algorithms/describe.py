@@ -23,6 +23,7 @@ from engines.algorithms.presets import (
     KINDS,
     OPTIONAL_PART_KEYS,
     OWN_KEYS,
+    PART_GROUPS,
     PART_KEYS,
     PRESETS,
     About,
@@ -198,6 +199,8 @@ def describe(name: str) -> AlgorithmPage | PartPage:
     if name in algorithms:
         return describe_algorithm(name, preset_named(name))
     key, _, part = name.partition(".")
+    if part in _installed_parts(key):
+        return _described_object(_installed_parts(key)[part])
     if part and key in KINDS:
         return describe_part(key, part_named(key, part, {}))
     full_names = [f"{key}.{part}" for key, parts in _parts().items() for part in parts]
@@ -281,14 +284,24 @@ def _described_object(name: str) -> AlgorithmPage | PartPage:
 
 
 def _parts() -> dict[str, tuple[str, ...]]:
-    """Key of the config -> names of what is built in, but for none and for what the key would refuse."""
+    """Key of the config -> names of what can be chosen, but for none."""
     return {
-        key: tuple(name for name, params in known.items() if name != "none" and name in _names(params))
+        key: (
+            *(name for name, params in known.items() if name != "none" and name in _names(params)),
+            *sorted(_installed_parts(key)),
+        )
         for key, (_, known) in KINDS.items()
     }
 
 
+def _installed_parts(key: str) -> dict[str, str]:
+    """Name -> module:Class of what other distributions provide for this key, under a name that is not built in."""
+    targets = plugins.installed(PART_GROUPS[key]) if key in PART_GROUPS else {}
+    return {name: target for name, target in targets.items() if name not in KINDS[key][1]}
+
+
 def _names(params_class: type[Params]) -> tuple[str, ...]:
+    """All that a built-in class goes by; a key of the config may know it by more, to say why it refuses them."""
     return get_args(params_class.model_fields["name"].annotation)
 
 

@@ -274,8 +274,11 @@ def test_installed_algorithms_are_listed_and_broken_ones_named(
         EntryPoint("mine", f"{__name__}:MINE", presets.ENTRY_POINT_GROUP),
         EntryPoint("broken", f"{__name__}:MISSING", presets.ENTRY_POINT_GROUP),
     ]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries if group == presets.ENTRY_POINT_GROUP else [])
+    entries.append(EntryPoint("shifty", f"{__name__}:Shifted", "trinity_flows.losses"))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry for entry in entries if entry.group == group])
     found = listing()
+    assert found.parts["policy_loss_fn"][-1] == "shifty"
+    assert describe("shifty") == describe("policy_loss_fn.shifty") == describe(f"{__name__}:Shifted")
     assert [page.name for page in found.algorithms] == [*PRESETS, "mine"]
     assert found.broken.keys() == {"broken"}
     assert describe("mine").name == "mine"
