@@ -100,8 +100,9 @@ def _print_parameters(parameters: Iterable[ParameterPage], console: Console) -> 
     for parameter in parameters:
         default = "  (must be given)" if parameter.required else f"={json.dumps(parameter.default)}"
         _line(console, f"  {parameter.key}{default}")
-        allowed = f" ({parameter.allowed})" if parameter.allowed else ""
-        _text(console, f"{parameter.meaning}{allowed}", "      ")
+        explained = f"{parameter.meaning} {f'({parameter.allowed})' if parameter.allowed else ''}".strip()
+        if explained:
+            _text(console, explained, "      ")
 
 
 def _print_needs(needs: Sequence[NeedPage], console: Console) -> None:

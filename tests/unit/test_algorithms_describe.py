@@ -259,6 +259,21 @@ def test_a_loss_of_the_users_own() -> None:
     assert "algorithm.policy_loss_fn_args.shift  (must be given)\n" in printed(page, is_terminal=False)
 
 
+class Bare(LossParams):
+    """-width A lp."""
+
+    function = "nowhere:bare"
+    width: float = 0.5
+
+
+def test_a_loss_without_name_and_explanations() -> None:
+    lines = printed(part_page(f"{__name__}:Bare"), is_terminal=False).splitlines()
+    chosen_by = f"  chosen by algorithm.policy_loss_fn: {__name__}:Bare"
+    assert lines[1:4] == ["  -width A lp.", chosen_by, "  algorithm.policy_loss_fn_args.width=0.5"]
+    assert lines[-1] == "needs nothing but rows with tokens that train"
+    assert all(line.strip() for line in lines[:4])
+
+
 def test_an_algorithm_of_the_users_own() -> None:
     page = algorithm_page(f"{__name__}:MINE")
     assert (page.meaning, page.policy_loss, page.group_size) == ("grpo + shifted", "shifted", 6)
