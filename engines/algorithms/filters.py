@@ -49,9 +49,11 @@ def reward(x: FilterInputs, p: RewardFilter) -> Bools:
 
 
 def best_of_group(x: FilterInputs, p: BestOfGroup) -> Bools:
-    """[R] among the best of the group."""
+    """[R] among the best of the group, if there is a difference."""
     kept = np.zeros(len(x.rewards), np.bool_)
     for members in x.groups:
+        if len(members) > 1 and sample_std(x.rewards[members]) == 0:
+            continue
         best = members[np.argsort(-x.rewards[members], kind="stable")[: p.num_kept]]
         kept[best] = True
     return kept if p.min_reward is None else kept & (x.rewards >= p.min_reward)

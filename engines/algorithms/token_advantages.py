@@ -21,6 +21,8 @@ from engines.algorithms.advantages import (
 )
 from engines.algorithms.spec import ClipB, ClipV, Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus, Remax
 
+MAX_EXPONENT = 20.0
+"""Largest log ratio of teacher to student that counts in the forward KL."""
 WHITEN_EPSILON = 1e-8
 """Added to the variance, as verl and Trinity-RFT do."""
 NO_SPREAD = 1e-12
@@ -77,18 +79,21 @@ def on_policy_distill(x: AdvantageInputs, p: OnPolicyDistill) -> Advantages:
 
 
 def jsd(x: AdvantageInputs, p: Jsd) -> Advantages:
-    """Less the divergence from teacher and student to their mixture; see `Jsd`."""
+    """Away from where the student is above the mixture; see `Jsd`."""
     assert x.teacher_logprobs is not None
     assert x.old_logprobs is not None
     student, teacher, share = x.old_logprobs / p.temperature, x.teacher_logprobs / p.temperature, p.lambda_coef
-    if share == 0:
-        divergence = student - teacher
-    elif share == 1:
-        divergence = teacher - student
+    if share in (0, 1):
+        cost = divergence = student - teacher if share == 0 else teacher - student
+        if share == 1 and p.exact_gradient:
+            cost = 1 - np.exp(np.minimum(teacher - student, MAX_EXPONENT))
     else:
         mixture = np.logaddexp(student + np.log1p(-share), teacher + np.log(share))
-        divergence = share * (teacher - mixture) + (1 - share) * (student - mixture)
-    return Advantages(-p.kl_coef * divergence, stats={"distill/jsd": _mean(divergence)})
+        of_student = (1 - share) * (student - mixture)
+        divergence = share * (teacher - mixture) + of_student
+        cost = of_student if p.exact_gradient else divergence
+    stats = {"distill/jsd": _mean(divergence), "kl/teacher": _mean(x.old_logprobs - x.teacher_logprobs)}
+    return Advantages(-p.kl_coef * cost, stats=stats)
 
 
 def clip_b(x: AdvantageInputs, p: ClipB) -> Advantages:

@@ -1,7 +1,8 @@
-"""What an algorithm costs beside the models: the train step of every preset, and the same step with models that are free.
+"""What an algorithm costs beside the models: the train step of every preset, and the same with models that are free.
 
-Free models return numbers that are there already, so all that is left is advantages, filters, the loss with its gradient
-by the logprobs, and the metrics. Old logprobs are the sampler's. Both run in turns, in one process, on one thread.
+Free models return numbers that are there already, so all that is left is advantages, filters, the loss with its
+gradient by the logprobs, and the metrics. Old logprobs are the sampler's. Both run in turns, in one process, on one
+thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from engines.intake import Limits, take_in
 from engines.rows import StepRows
 from tests.benchmarks import workload
 
-ROUNDS = 5
+ROUNDS = 3
 BUDGET = 2048
 """Tokens of a micro-batch."""
 DEVICE = torch.device("cpu")
@@ -121,7 +122,12 @@ def _experiences(algorithm: Algorithm, folder: Path) -> list[Experience]:
     rows = workload.read_rows(folder)
     if "pairs" in algorithm.needs:
         return [
-            Experience(tokens=one.prompt, chosen=one.response, rejected=other.response, eid=EID(0, index))
+            Experience(
+                tokens=np.asarray(one.prompt, np.int32),
+                chosen=np.asarray(one.response, np.int32),
+                rejected=np.asarray(other.response, np.int32),
+                eid=EID(0, index),
+            )
             for index, (one, other) in enumerate(zip(rows[0::2], rows[1::2], strict=True))
         ]
     return [

@@ -32,13 +32,16 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {"clipv": {"mu": 2.0}}
 ONLY_THERE = {"jsd": {"chunk_size"}}
 """init_args that change no number."""
 
+AS_THERE: dict[str, dict[str, Any]] = {"jsd": {"exact_gradient": False}}
+"""Ours alone, at what that system does."""
+
 
 def advantage(name: str, case: Case) -> Verdict:
     """One case of advantage_<name>."""
     base = name.removesuffix("_verl")
     args = {key: value for key, value in case.init_args.items() if key not in ONLY_THERE.get(base, set())}
     try:
-        params = KINDS["advantage_fn"][1][base].model_validate({"name": base} | args)
+        params = KINDS["advantage_fn"][1][base].model_validate({"name": base} | AS_THERE.get(base, {}) | args)
     except KeyError as error:
         raise Unreadable(f"{name!r} is an advantage that we do not know") from error
     except ValidationError as error:

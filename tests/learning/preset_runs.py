@@ -35,7 +35,7 @@ NUM_HELD_OUT = 256
 PAIRS = 128
 
 EXPERTS: dict[str, Any] = {"buffer": {"explorer_input": {"expert_taskset": {"dataset": "spell_backward"}}}}
-LR: dict[str, float] = {"opmd": 2e-3, "asymre": 1e-3}
+LR: dict[str, float] = {"remax": 5e-4}
 """Peak learning rate, where it is not 1e-3."""
 
 
@@ -165,7 +165,7 @@ def demonstrations(config: Config, split: str) -> list[Experience]:
 
 
 def objective(config: Config, rows: list[Experience], start: Path | None, snapshot: Path | None) -> dict[str, float]:
-    """Metrics of the algorithm on these rows, of the weights in the snapshot or of the first ones; nothing is trained."""
+    """Metrics of the algorithm on these rows, by the weights in the snapshot or the first ones; nothing is trained."""
     still = config.model_copy(
         update={"algorithm": config.algorithm.model_copy(update={"optimizer": OptimizerConfig(lr=0.0)})}
     )

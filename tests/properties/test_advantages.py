@@ -163,7 +163,7 @@ def test_a_group_alone_is_worth_what_it_is_in_a_batch(explore: Explore, key: str
             assert_part(whole, result(params, taken(x, rows)), tokens_of(x, rows), rows)
 
 
-@pytest.mark.parametrize("key", BATCH_WIDE)
+@pytest.mark.parametrize("key", sorted(BATCH_WIDE))
 def test_a_group_alone_is_worth_something_else_where_the_definition_says_so(key: str) -> None:
     """In some batch; else it would belong to the test above. gigpo: tasks that share a state."""
     params, differs = PARAMS[key], 0

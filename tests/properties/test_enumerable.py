@@ -373,11 +373,7 @@ def distilled(world: Enumerated, params: AdvantageParams) -> Tensor:
 
 
 def test_distillation_follows_kl_to_the_teacher(explore: Explore) -> None:
-    """on_policy_distill, and jsd with lambda_coef 0: the gradient of KL(student, teacher).
-
-    By definition (the reference system's, at the sampled token) jsd with lambda_coef 1 is the opposite direction, and
-    between the two it follows no divergence: both signs occur.
-    """
+    """on_policy_distill, and jsd with lambda_coef 0: the gradient of KL(student, teacher)."""
 
     @explore(SEEDS)
     def holds(seed: int) -> None:
@@ -385,13 +381,33 @@ def test_distillation_follows_kl_to_the_teacher(explore: Explore) -> None:
         exact = world.gradient(world.kl(world.logits, world.other))
         close(distilled(world, OnPolicyDistill()), exact)
         close(distilled(world, Jsd(lambda_coef=0.0)), exact)
-        close(distilled(world, Jsd(lambda_coef=1.0)), -exact)
+        close(distilled(world, Jsd(lambda_coef=0.0, exact_gradient=False)), exact)
+        close(distilled(world, Jsd(lambda_coef=1.0)), world.gradient(world.kl(world.other, world.logits)))
 
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_jsd_follows_the_divergence_to_the_mixture(explore: Explore, share: float) -> None:
+    """Agarwal et al. 2023, eq. 1: b KL(T, M) + (1 - b) KL(S, M), M = b T + (1 - b) S."""
+
+    @explore(SEEDS)
+    def holds(seed: int) -> None:
+        world = Enumerated(1, seed)
+        student, teacher = world.probabilities(world.logits), world.probabilities(world.other)
+        mixture = share * teacher + (1 - share) * student
+        of_teacher = (teacher * (teacher / mixture).log()).sum()
+        of_student = (student * (student / mixture).log()).sum()
+        exact = world.gradient(share * of_teacher + (1 - share) * of_student)
+        close(distilled(world, Jsd(lambda_coef=share)), exact)
+
+
+def test_the_divergence_at_the_sampled_token_follows_none() -> None:
+    """By definition of the reference system: the opposite of reverse KL at lambda_coef 1, either sign between."""
     worlds = [Enumerated(1, seed) for seed in range(8)]
-    signs = [
-        float((distilled(each, Jsd()) * each.gradient(each.kl(each.logits, each.other))).sum()) > 0 for each in worlds
-    ]
-    assert {True, False} == set(signs)
+    exact = [each.gradient(each.kl(each.logits, each.other)) for each in worlds]
+    for world, gradient in zip(worlds, exact, strict=True):
+        close(distilled(world, Jsd(lambda_coef=1.0, exact_gradient=False)), -gradient)
+    between = [distilled(each, Jsd(exact_gradient=False)) for each in worlds]
+    assert {float((one * other).sum()) > 0 for one, other in zip(between, exact, strict=True)} == {True, False}
 
 
 def test_every_kl_of_the_loss_was_tested() -> None:

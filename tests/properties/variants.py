@@ -38,7 +38,8 @@ RECOMPUTED: dict[str, Any] = {"bypass_old_logprobs": False}
 
 
 def _corrected(name: str, level: str, base: str = "grpo", **changes: Any) -> Algorithm:
-    part = {"name": name, "args": {"level": level, "cap": 1.5, "floor": 0.5}}
+    bounds = {"cap": 1.5} | ({"floor": 0.5} if name == "mask" else {})
+    part = {"name": name, "args": {"level": level, **bounds}}
     return algorithm(base, rollout_correction=part, **RECOMPUTED, **changes)
 
 

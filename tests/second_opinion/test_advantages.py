@@ -176,7 +176,7 @@ def test_jsd_at_its_ends(folder: Path) -> None:
             old_logprobs=student_logs.flatten().numpy(),
             teacher_logprobs=teacher_logs.flatten().numpy(),
         )
-        divergences = -jsd(inputs, Jsd(lambda_coef=share)).values
+        divergences = -jsd(inputs, Jsd(lambda_coef=share, exact_gradient=False)).values
         return float((student_logs.exp().flatten().numpy() * divergences).sum()) / (count / 11)
 
     def of_trl(beta: float) -> float:

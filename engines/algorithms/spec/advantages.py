@@ -223,16 +223,20 @@ class OnPolicyDistill(AdvantageParams):
 
 
 class Jsd(AdvantageParams):
-    """A_t = -kl_coef * J, the generalised Jensen-Shannon divergence of the sampled tokens.
+    """A policy gradient that lowers the generalised Jensen-Shannon divergence from the teacher.
 
     Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1. With b = lambda_coef, s and T the student's and the teacher's
-    logprob over the temperature: b = 0: J = s - T; b = 1: J = T - s; else J = b (T - m) + (1 - b) (s - m), m =
-    logsumexp(s + log(1 - b), T + log b). J is taken at the sampled token, so it can be negative; only with b = 0 does
-    its expected gradient lead to the teacher, as on_policy_distill.
+    logprob over the temperature, m = logsumexp(s + log(1 - b), T + log b): A_t = -kl_coef (1 - b) (s - m), the exact
+    gradient's (that of m has expectation 0). b = 0: -kl_coef (s - T), reverse KL; b = 1: kl_coef (exp(T - s) - 1),
+    forward KL.
     """
 
     function: ClassVar[str] = f"{TOKENS}:jsd"
     requires: ClassVar[Needs] = frozenset({"old_logprobs", "teacher_logprobs"})
+    differs: ClassVar[tuple[str, ...]] = (
+        "Trinity-RFT's advantage is minus the divergence at the sampled token, whose gradient leads to the teacher at "
+        "lambda_coef 0 alone, and away from it at 1; exact_gradient: false gives it.",
+    )
     name: Literal["jsd"] = "jsd"
     lambda_coef: float = Field(default=0.5, ge=0, le=1)
     """b: share of the teacher in the mixture."""
@@ -240,6 +244,8 @@ class Jsd(AdvantageParams):
     """Scale of the advantages."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides both logprobs first."""
+    exact_gradient: bool = True
+    """False: A = -kl_coef J, J = b (T - m) + (1 - b) (s - m), b = 0: s - T, b = 1: T - s."""
 
 
 class ClipB(AdvantageParams):

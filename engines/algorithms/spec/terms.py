@@ -272,7 +272,8 @@ class RewardFilter(FilterParams):
 class BestOfGroup(FilterParams):
     """Keeps the num_kept best rows of each group, the first ones among equals, if they reach min_reward.
 
-    Dong et al. 2023 (RAFT), arXiv:2304.06767: fine-tuning on the best of n.
+    Dong et al. 2023 (RAFT), arXiv:2304.06767: fine-tuning on the best of n. A group of equal rewards has no best: it is
+    dropped, unless it has one row.
     """
 
     function: ClassVar[str] = "engines.algorithms.filters:best_of_group"
