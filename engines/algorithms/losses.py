@@ -30,8 +30,8 @@ from engines.algorithms.spec import (
 MAX_LOG_RATIO = 20.0
 """PPO and importance sampling clamp the log ratio before exp, as verl and Trinity-RFT do."""
 MAX_EXPONENT = 26.0
-"""The other losses take ratios as they are, up to e^26: beyond, the squares of a gradient may be inf in float32, its norm
-with them, and the update lost. With a reward of 1e6 they are not."""
+"""The other losses take ratios as they are, up to e^26: beyond, the square of a gradient may be inf in float32, and the
+update lost. With a reward of 1e6 it is not."""
 
 
 def log_ratio(x: LossInputs, bound: float = MAX_EXPONENT) -> Tensor:
