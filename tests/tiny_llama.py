@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from engines.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig, TokenizerConfig
 from engines.experience import EID, Experience
+from engines.hf.engine import HfEngine
+
+Result = TypeVar("Result")
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",
@@ -70,3 +75,19 @@ def groups(seed: int = 0, num_groups: int = 4, group_size: int = 4, **changes: A
             }
             rows.append(Experience(**fields | changes))
     return rows
+
+
+def with_engine(config: EngineConfig, scenario: Callable[[HfEngine], Awaitable[Result]], **attributes: Any) -> Result:
+    """`scenario` with a prepared engine."""
+
+    async def life() -> Result:
+        engine = HfEngine(config)
+        for name, value in attributes.items():
+            setattr(engine, name, value)
+        await engine.prepare()
+        try:
+            return await scenario(engine)
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(life())

@@ -66,10 +66,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.28}, plain("cispo")),
     "cispo, tight": ({"loss_type": "cispo", "epsilon_high": 1.01}, plain("cispo", clip_range_high=0.01)),
-    "sapo": ({"loss_type": "sapo"}, plain("sapo", "seq-mean-token-mean")),
+    # Theirs are float32, whatever the logprobs are: temperatures that float32 has exactly.
+    "sapo": (
+        {"loss_type": "sapo", "sapo_temperature_neg": 1.0625},
+        plain("sapo", "seq-mean-token-mean", tau_neg=1.0625),
+    ),
     "sapo, other gates": (
-        {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
-        plain("sapo", "seq-mean-token-mean", tau_pos=0.7, tau_neg=2.0),
+        {"loss_type": "sapo", "sapo_temperature_pos": 0.75, "sapo_temperature_neg": 2.0},
+        plain("sapo", "seq-mean-token-mean", tau_pos=0.75, tau_neg=2.0),
     ),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},

@@ -5,9 +5,8 @@ import hashlib
 import math
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,25 +17,7 @@ from engines.errors import CheckpointError, ConfigError, DataError, EngineError
 from engines.experience import EID, Experience
 from engines.hf import engine as hf_engine
 from engines.hf.engine import HfEngine
-from tests.tiny_llama import engine_config, experience, groups, model_config
-
-Result = TypeVar("Result")
-
-
-def with_engine(config: EngineConfig, scenario: Callable[[HfEngine], Awaitable[Result]], **attributes: Any) -> Result:
-    """`scenario` with a prepared engine."""
-
-    async def life() -> Result:
-        engine = HfEngine(config)
-        for name, value in attributes.items():
-            setattr(engine, name, value)
-        await engine.prepare()
-        try:
-            return await scenario(engine)
-        finally:
-            await engine.shutdown()
-
-    return asyncio.run(life())
+from tests.tiny_llama import engine_config, experience, groups, model_config, with_engine
 
 
 def weights_of(engine: HfEngine) -> dict[str, torch.Tensor]:

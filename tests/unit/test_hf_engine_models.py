@@ -1,10 +1,8 @@
 """HfEngine with more than a policy: critic, reference, teacher, adaptive KL. They learn, and resume to the bit."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +16,8 @@ from engines.config import CriticConfig, EngineConfig, OptimizerConfig
 from engines.errors import CheckpointError, ConfigError, DataError
 from engines.experience import Experience
 from engines.hf.engine import HfEngine
-from tests.tiny_llama import VOCABULARY, engine_config, groups, model_config
+from tests.tiny_llama import VOCABULARY, engine_config, groups, model_config, with_engine
 
-Result = TypeVar("Result")
 ADAPTIVE = {"adaptive": True, "target_kl": 0.01, "horizon": 50.0}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {
@@ -58,20 +55,6 @@ def batch(step: int) -> list[Experience]:
     return rows
 
 
-def life(config: EngineConfig, scenario: Callable[[HfEngine], Awaitable[Result]], **attributes: Any) -> Result:
-    async def prepared() -> Result:
-        engine = HfEngine(config)
-        for name, value in attributes.items():
-            setattr(engine, name, value)
-        await engine.prepare()
-        try:
-            return await scenario(engine)
-        finally:
-            await engine.shutdown()
-
-    return asyncio.run(prepared())
-
-
 def saved(engine: HfEngine, folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a snapshot."""
     folder.mkdir()
@@ -100,8 +83,8 @@ def test_a_snapshot_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
         metrics = await engine.train_step(batch(2))
         return metrics, saved(engine, tmp_path / "after three again")
 
-    metrics, tensors = life(config, whole)
-    again, same = life(config, resumed, restore_dir=tmp_path / "after two")
+    metrics, tensors = with_engine(config, whole)
+    again, same = with_engine(config, resumed, restore_dir=tmp_path / "after two")
     assert tensors.keys() == same.keys()
     for key, tensor in tensors.items():
         assert torch.equal(tensor, same[key]), key
@@ -118,7 +101,7 @@ def test_an_adaptive_coefficient_moves_towards_its_target_by_the_papers_rule() -
     async def scenario(engine: HfEngine) -> list[dict[str, float]]:
         return [await engine.train_step(batch(step)) for step in range(4)]
 
-    metrics = life(config_of("ppo"), scenario)
+    metrics = with_engine(config_of("ppo"), scenario)
     coefficient = {"kl": 0.1, "kl_penalty": 0.05}
     measured = {"kl": "kl/reference", "kl_penalty": "kl/penalty"}
     seen: set[float] = set()
@@ -141,7 +124,7 @@ def test_the_critic_learns_returns_with_an_optimizer_of_its_own() -> None:
     async def scenario(engine: HfEngine) -> list[dict[str, float]]:
         return [await engine.train_step(rows) for _ in range(30)]
 
-    metrics = life(engine_config(algorithm, {"lr": 0.0}), scenario)
+    metrics = with_engine(engine_config(algorithm, {"lr": 0.0}), scenario)
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[-1]["critic/explained_variance"] > 0.9
     assert metrics[-1]["critic/loss"] < 0.1 * metrics[0]["critic/loss"]
@@ -161,7 +144,7 @@ def test_only_the_critic_learns_during_its_warm_up() -> None:
         engine.upload_state_dict()
         return metrics
 
-    metrics = life(engine_config(algorithm, critic_warmup=2), scenario)
+    metrics = with_engine(engine_config(algorithm, critic_warmup=2), scenario)
     assert all("critic/loss" in step for step in metrics)
     assert ["loss/total" in step for step in metrics] == [False, False, True]
     same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in pairwise(received)]
@@ -194,14 +177,14 @@ def test_a_snapshot_without_its_critics_head_is_refused(tmp_path: Path) -> None:
         await engine.train_step(batch(0))
         saved(engine, tmp_path / "snapshot")
 
-    life(config, one_step)
+    with_engine(config, one_step)
     (tmp_path / "snapshot" / "critic" / "value_head.safetensors").unlink()
 
     async def nothing(engine: HfEngine) -> None:
         raise AssertionError("prepare must have failed")
 
     with pytest.raises(CheckpointError, match=r"critic's head in .*snapshot.critic cannot be restored"):
-        life(config, nothing, restore_dir=tmp_path / "snapshot")
+        with_engine(config, nothing, restore_dir=tmp_path / "snapshot")
 
 
 def test_a_row_without_teacher_logprobs_needs_a_teacher() -> None:
@@ -212,7 +195,7 @@ def test_a_row_without_teacher_logprobs_needs_a_teacher() -> None:
         with pytest.raises(DataError, match=rf"{rows[5].eid.uid} has no teacher_logprobs.*teacher_model_path"):
             await engine.train_step(rows)
 
-    life(config_of("on_policy_distill"), scenario)
+    with_engine(config_of("on_policy_distill"), scenario)
 
 
 def test_a_teacher_that_is_the_model_itself_has_nothing_to_teach(tmp_path: Path) -> None:
@@ -222,7 +205,7 @@ def test_a_teacher_that_is_the_model_itself_has_nothing_to_teach(tmp_path: Path)
         engine.staging_dir = tmp_path
         engine.save_state_dict()
 
-    life(engine_config(), save)
+    with_engine(engine_config(), save)
     rows = groups(0)
     teacher = model_config().model_copy(update={"teacher_model_path": str(tmp_path / "model")})
     algorithm = {"algorithm_type": "on_policy_distill", "bypass_old_logprobs": False}
@@ -230,7 +213,7 @@ def test_a_teacher_that_is_the_model_itself_has_nothing_to_teach(tmp_path: Path)
     async def scenario(engine: HfEngine) -> dict[str, float]:
         return await engine.train_step(rows)
 
-    metrics = life(engine_config(algorithm, model=teacher), scenario)
+    metrics = with_engine(engine_config(algorithm, model=teacher), scenario)
     assert metrics["kl/teacher"] == 0.0
     assert metrics["grad/norm"] == 0.0
 
@@ -242,7 +225,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         engine.staging_dir = tmp_path
         engine.save_state_dict()
 
-    life(engine_config(model=other), save)
+    with_engine(engine_config(model=other), save)
     teacher = model_config().model_copy(update={"teacher_model_path": str(tmp_path / "model")})
     with pytest.raises(ConfigError, match=rf"its vocabulary has \d+ tokens, the model's {VOCABULARY}"):
-        life(engine_config({"algorithm_type": "jsd"}, model=teacher), save)
+        with_engine(engine_config({"algorithm_type": "jsd"}, model=teacher), save)
