@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
@@ -25,7 +26,12 @@ def load(what: str, target: str) -> object:
     """The object at `module:attribute`. Raises ConfigError that begins with `what` if it cannot be imported."""
     try:
         return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as error:
+    except AttributeError as error:
+        module, _, name = target.partition(":")
+        near = difflib.get_close_matches(name, dir(sys.modules.get(module)), n=1)
+        meant = f"did you mean {near[0]}?" if near else "is it the module that you mean?"
+        raise ConfigError(f"{what} ({target}) cannot be imported: {error}; {meant}") from error
+    except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{what} ({target}) cannot be imported: {error}; is it installed, or on PYTHONPATH?"
         ) from error
@@ -39,7 +45,8 @@ def hint(name: str, known: Iterable[str], label: str = "known") -> str:
         ('did you mean grpo?', 'known: grpo, sft')
     """
     names = sorted(known)
-    if near := difflib.get_close_matches(name, names, n=1):
+    turned = [each for each in names if sorted(each) == sorted(name.lower())]  # letters exchanged, or in capitals
+    if near := turned or difflib.get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"{label}: {', '.join(names[:MAX_NAMES])}{more}"

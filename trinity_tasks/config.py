@@ -279,6 +279,11 @@ class Config(Frozen):
             )
         if self.mode == "both":
             self._check_exploring(algorithm)
+        warmup, total = self.trainer.critic_warmup, self.trainer.total_steps
+        if "values" in algorithm.needs and total is not None and warmup >= total:
+            raise ValueError(
+                f"trainer.critic_warmup = {warmup} leaves none of {total} total_steps to train the policy; lower it"
+            )
         if algorithm.shaping is not None and self.model.max_response_tokens is None:
             raise ValueError("algorithm.overlong_shaping needs model.max_response_tokens: how long is too long")
         needs_end = self.algorithm.optimizer.lr_scheduler_type != "constant"
@@ -297,6 +302,11 @@ class Config(Frozen):
                 "mode: both needs buffer.explorer_input.taskset; mode: train reads a buffer that others fill"
             )
         name = self.algorithm.algorithm_type
+        if algorithm.group_size == 1 and algorithm.advantage is not None and algorithm.advantage.compares_samples:
+            raise ValueError(
+                f"{name} compares the samples of a task, and algorithm.repeat_times = 1 leaves nothing to compare: "
+                "every advantage would be 0; raise it"
+            )
         if "pairs" in needs:
             raise ValueError(
                 f"{name} trains on pairs of a preferred and a refused response, and the explorer writes none; use "

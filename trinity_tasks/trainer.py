@@ -347,6 +347,12 @@ class Trainer:
         self._last_metrics, self._metrics = self._metrics, {}
 
     def _warn_if_idle(self) -> None:
+        if num_nonfinite := self._metrics.get("update/num_nonfinite", 0):
+            logger.warning(
+                "%s: %d updates of step %d were left out: a loss, a gradient or a logprob was not finite. The policy "
+                "loss, the rewards or the learning rate are to blame",
+                *(self.config.name, num_nonfinite, self.train_step_num),
+            )
         idle = self._metrics.get("update/num_applied", 1) == 0
         self._num_idle_steps = self._num_idle_steps + 1 if idle else 0
         if self._num_idle_steps in IDLE_STEPS and self._num_idle_steps > self._idle_steps_told:

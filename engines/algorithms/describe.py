@@ -171,7 +171,8 @@ NEEDS: dict[Need, tuple[str, str]] = {
     "expert_rows": (
         "expert rows",
         "Rows of an expert beside the sampled ones, with info.is_expert: true; they need no reward and no logprobs. "
-        "Whoever fills the buffer writes them; default_workflow_type: demonstrate makes them from the tasks' answers.",
+        "The explorer makes them of the answers of buffer.explorer_input.expert_taskset; in mode train, whoever fills "
+        "buffer.trainer_input.expert_buffer. Their share of a batch is buffer.trainer_input.expert_data_ratio.",
     ),
 }
 """What is asked for -> in a table, and in words."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -175,8 +176,8 @@ class HfEngine(TrainEngineWrapper):
             self._discard(f"train step {self._train_step_num + 1} failed: {error}")
             raise EngineError(
                 f"train step {self._train_step_num + 1} of {len(intake.rows)} rows failed with {type(error).__name__}: "
-                f"{error}; prepare again to go on from the last checkpoint, with a lower trainer.max_token_len_per_gpu "
-                "if memory ran out"
+                f"{error} ({_place(error)}); correct what failed there, or lower trainer.max_token_len_per_gpu if "
+                "memory ran out, and run again: it goes on from the last checkpoint"
             ) from error
         parts.consecutive_nonfinite = report.consecutive_nonfinite
         self._train_step_num += 1
@@ -195,7 +196,9 @@ class HfEngine(TrainEngineWrapper):
         )
 
     def _check_nonfinite(self, report: StepReport) -> None:
-        limit = self._config.max_nonfinite_steps
+        limit, total = self._config.max_nonfinite_steps, self._config.total_steps
+        if total is not None:  # a job without a single update has not succeeded
+            limit = min(limit, total * self._config.updates_per_step)
         if report.consecutive_nonfinite >= limit:
             raise EngineError(
                 f"{report.consecutive_nonfinite} updates in a row were skipped because a loss, a gradient or a logprob "
@@ -243,3 +246,9 @@ class HfEngine(TrainEngineWrapper):
 
     def _discard(self, why: str) -> None:
         self._parts, self._why_unusable = None, why
+
+
+def _place(error: Exception) -> str:
+    """File, line and function where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"

@@ -81,4 +81,6 @@ def compared(what: str, ours: Any, wanted: Any, rtol: float, atol: Any) -> Check
     relative = error / np.maximum(size, 1e-300)
     worst = int(np.argmax(relative))
     passed = bool((error <= rtol * size * (1 + 1e-12)).all())
-    return Check(what, float(error.max()), float(relative.max()), passed, f"{a[worst]!r} and {b[worst]!r}")
+    return Check(
+        what, float(error.max()), float(relative.max()), passed, f"ours {float(a[worst])!r}, wanted {float(b[worst])!r}"
+    )

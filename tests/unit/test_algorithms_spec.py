@@ -117,3 +117,11 @@ def test_config_of_algorithms_imports_no_torch() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_need_that_does_not_exist_is_refused() -> None:
+    class Misspelt(PpoClip):
+        requires = frozenset({"reward", "old_logprobs"})  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match="'reward' in `requires` is nothing that there is; did you mean rewards"):
+        Algorithm(advantage=Grpo(), loss=Misspelt())

@@ -240,3 +240,27 @@ def test_shares_of_a_batch_are_counted(tmp_path: Path) -> None:
             explorer_input=experts,
             trainer_input={"expert_buffer": {"name": "main"}},
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algorithm_type": "grpo", "repeat_times": 1}, r"grpo compares the samples of a task.*repeat_times = 1"),
+        ({"algorithm_type": "rloo", "repeat_times": 1}, "every advantage would be 0"),
+    ],
+)
+def test_groups_of_one_are_refused_where_samples_are_compared(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(tmp_path, changes)
+    assert config(tmp_path, {"algorithm_type": "remax", "repeat_times": 1}).group_size == 1
+
+
+def test_a_warm_up_that_leaves_no_step_to_the_policy_is_refused(tmp_path: Path) -> None:
+    raw = config(tmp_path, {"algorithm_type": "ppo"}).model_dump(exclude_unset=True)
+    raw["trainer"] |= {"critic_warmup": 9}
+    assert parse_config(raw).engine.critic_warmup == 9
+    raw["trainer"] |= {"critic_warmup": 10}
+    with pytest.raises(ConfigError, match="critic_warmup = 10 leaves none of 10 total_steps"):
+        parse_config(raw)

@@ -13,7 +13,7 @@ from engines.algorithms.advantages import AdvantageInputs, group_indices
 from engines.algorithms.spec import Gae
 from engines.algorithms.token_advantages import gae
 from engines.config import CriticConfig, EngineConfig, OptimizerConfig
-from engines.errors import CheckpointError, ConfigError, DataError
+from engines.errors import CheckpointError, ConfigError, DataError, EngineError
 from engines.experience import Experience
 from engines.hf.engine import HfEngine
 from tests.tiny_llama import VOCABULARY, engine_config, groups, model_config, with_engine
@@ -229,3 +229,18 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     teacher = model_config().model_copy(update={"teacher_model_path": str(tmp_path / "model")})
     with pytest.raises(ConfigError, match=rf"its vocabulary has \d+ tokens, the model's {VOCABULARY}"):
         with_engine(engine_config({"algorithm_type": "jsd"}, model=teacher), save)
+
+
+def test_a_job_without_a_single_update_fails_at_its_end() -> None:
+    """Two steps in all, fewer than max_nonfinite_steps, and none of them made an update."""
+
+    async def scenario(engine: HfEngine) -> None:
+        for step in range(2):
+            rows = batch(step)
+            for row in rows:
+                assert row.logprobs is not None
+                row.logprobs[:] = np.nan
+            await engine.train_step(rows)
+
+    with pytest.raises(EngineError, match="2 updates in a row were skipped"):
+        with_engine(engine_config({"kl_loss_fn": "none"}, total_steps=2), scenario)

@@ -42,9 +42,19 @@ def test_algorithm_named_in_full() -> None:
     ("name", "words"),
     [
         ("NOT_MINE", "is a dict, not an Algorithm"),
-        ("MISSING", "cannot be imported.*MISSING.*installed, or on PYTHONPATH"),
+        ("MISSING", "cannot be imported.*MISSING.*is it the module that you mean"),
     ],
 )
 def test_what_is_no_algorithm_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(AlgorithmConfig(algorithm_type=f"{__name__}:{name}"))
+
+
+@pytest.mark.parametrize(("name", "meant"), [("gpro", "grpo"), ("GRPO", "grpo"), ("gsop", "gspo"), ("grp", "grpo")])
+def test_exchanged_letters_and_capitals_are_understood(name: str, meant: str) -> None:
+    assert plugins.hint(name, ["gspo", "grpo", "sft"]) == f"did you mean {meant}?"
+
+
+def test_a_misspelt_name_in_a_module_that_is_there_says_which_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"engines\.errors:DataEror.* did you mean DataError\?"):
+        plugins.load("the loss", "engines.errors:DataEror")

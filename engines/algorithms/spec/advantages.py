@@ -24,6 +24,8 @@ class AdvantageParams(Params):
     """Base of all advantages. The function is (AdvantageInputs, params) -> Advantages."""
 
     requires: ClassVar[Needs] = frozenset({"rewards"})
+    compares_samples: ClassVar[bool] = False
+    """Whether a task with one sample has advantage 0."""
 
 
 class Grpo(AdvantageParams):
@@ -33,6 +35,7 @@ class Grpo(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:grpo"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = (
         GROUP_OF_ONE,
         "rank_penalty: mean, std and numerator all have the lowered rewards; Trinity-RFT's numerator has the raw one.",
@@ -71,6 +74,7 @@ class Rloo(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:rloo"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = (GROUP_OF_ONE,)
     name: Literal["rloo"] = "rloo"
 
@@ -93,6 +97,7 @@ class Opmd(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:opmd"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = (GROUP_OF_ONE,)
     name: Literal["opmd"] = "opmd"
     opmd_baseline: Literal["mean", "logavgexp"] = "mean"
@@ -108,6 +113,7 @@ class Asymre(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:asymre"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = (GROUP_OF_ONE,)
     name: Literal["asymre"] = "asymre"
     baseline_shift: float = -0.1
@@ -123,6 +129,7 @@ class Rec(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:rec"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = ("A group of one has advantage 0; Trinity-RFT's run ends with an error.",)
     name: Literal["rec"] = "rec"
     epsilon: float = Field(default=1e-6, ge=0)
@@ -141,6 +148,7 @@ class StepWiseGrpo(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:step_wise_grpo"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = (
         "A task with one run has advantage 0; in Trinity-RFT its advantage is its reward.",
         "The last step of a run is the one with the largest eid.step; Trinity-RFT takes the one that is listed last.",
@@ -165,6 +173,7 @@ class Gigpo(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{ROWS}:gigpo"
+    compares_samples: ClassVar[bool] = True
     differs: ClassVar[tuple[str, ...]] = ("A task with one run has A_run 0; in Trinity-RFT it is the run's return.",)
     name: Literal["gigpo"] = "gigpo"
     omega: float = Field(default=1.0, ge=0)
@@ -257,6 +266,7 @@ class ClipB(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{TOKENS}:clip_b"
+    compares_samples: ClassVar[bool] = True
     requires: ClassVar[Needs] = frozenset({"rewards", "rollout_logprobs", "distribution"})
     name: Literal["clipb"] = "clipb"
     epsilon: float = Field(default=1e-6, ge=0)
@@ -273,6 +283,7 @@ class ClipV(AdvantageParams):
     """
 
     function: ClassVar[str] = f"{TOKENS}:clip_v"
+    compares_samples: ClassVar[bool] = True
     requires: ClassVar[Needs] = frozenset({"rewards", "old_logprobs", "distribution"})
     name: Literal["clipv"] = "clipv"
     epsilon: float = Field(default=1e-6, ge=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar, Self, get_args
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -20,6 +20,7 @@ from engines.algorithms.spec.terms import (
     RolloutCorrection,
 )
 from engines.config import Frozen
+from engines.plugins import hint
 
 
 class Algorithm(Frozen):
@@ -71,6 +72,9 @@ class Algorithm(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        known: tuple[str, ...] = get_args(Need)
+        if unknown := sorted(set(self.needs) - set(known)):
+            raise ValueError(f"{unknown[0]!r} in `requires` is nothing that there is; {hint(unknown[0], known)}")
         if self.loss.takes_advantages and self.advantage is None:
             raise ValueError(f"policy loss {self.loss_name} needs an advantage; set advantage_fn, for example grpo")
         if self.correction is not None and self.bypass_old_logprobs:
