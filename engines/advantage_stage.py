@@ -15,7 +15,6 @@ from engines.algorithms.advantages import AdvantageInputs, Advantages, Bools, Fl
 from engines.algorithms.selection import SelectionInputs
 from engines.algorithms.spec import AdvantageParams, Algorithm, Need, failure, function_of
 from engines.errors import DataError, EngineError
-from engines.plugins import load
 from engines.rows import Column, PerRow, StepRows
 
 
@@ -58,8 +57,8 @@ def with_advantages(rows: StepRows, algorithm: Algorithm, seed: int) -> tuple[St
         kept[sampled] = result.kept
     rows = rows.with_columns(columns)
     if result.kept_tokens is not None:
-        kept_tokens = _merged(rows, sampled, ~result.kept_tokens)
-        rows = rows.without_tokens(~np.concatenate([*kept_tokens, np.empty(0)]).astype(np.bool_))
+        kept_tokens = _merged(rows, sampled, result.kept_tokens, of_expert=1)
+        rows = rows.without_tokens(np.concatenate([*kept_tokens, np.empty(0)]).astype(np.bool_))
     repeated = [] if result.repeated is None else [sampled[row] for row in result.repeated]
     return rows.chosen([*np.flatnonzero(kept).tolist(), *repeated]).trained(), result.stats
 
@@ -110,9 +109,9 @@ def _check(result: Any, rows: StepRows, params: AdvantageParams) -> None:
             )
 
 
-def _merged(rows: StepRows, sampled: list[int], values: Float64s | Bools) -> PerRow:
-    """[N of the sampled rows] -> one array for each row, 0 in those of experts."""
-    merged: PerRow = [np.zeros(len(row.actions)) for row in rows.rows]
+def _merged(rows: StepRows, sampled: list[int], values: Float64s | Bools, of_expert: float = 0.0) -> PerRow:
+    """[N of the sampled rows] -> one array for each row, `of_expert` in those of experts."""
+    merged: PerRow = [np.full(len(row.actions), of_expert) for row in rows.rows]
     for index, part in zip(sampled, rows.chosen(sampled).split(values), strict=True):
         merged[index] = part
     return merged
@@ -120,12 +119,11 @@ def _merged(rows: StepRows, sampled: list[int], values: Float64s | Bools) -> Per
 
 def with_selection(rows: StepRows, algorithm: Algorithm, seed: int) -> StepRows:
     """The rows with the column `selected`, if the loss treats some tokens differently."""
-    if algorithm.loss.select is None or not len(rows):
+    select = algorithm.loss.selection
+    if select is None or not len(rows):
         return rows
     old, advantages = rows.flat("old_logprobs"), rows.flat("advantages")
     assert old is not None
     assert advantages is not None
-    select = load(f"the selection of {algorithm.loss_name!r}", algorithm.loss.select)
-    assert callable(select)
     selected = select(SelectionInputs(old, advantages, seed), algorithm.loss)
     return rows.with_columns({"selected": rows.split(np.asarray(selected, np.bool_))})

@@ -22,6 +22,19 @@ def installed(group: str) -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=group)}
 
 
+def target(key: str, name: str, group: str | None, known: Iterable[str]) -> str:
+    """module:attribute of a name that is not built in: itself, or that of an entry point of the group.
+
+    key: where the name is set. known: the names that are built in, for the hint. Raises ConfigError if nothing has it.
+    """
+    if ":" in name:
+        return name
+    targets = installed(group) if group else {}
+    if name not in targets:
+        raise ConfigError(f"{key} = {name!r} is not known; {hint(name, targets.keys() | set(known))}")
+    return targets[name]
+
+
 def load(what: str, target: str) -> object:
     """The object at `module:attribute`. Raises ConfigError that begins with `what` if it cannot be imported."""
     try:

@@ -26,13 +26,9 @@ def get_trainer_wrapper(config: EngineConfig) -> TrainEngineWrapper:
     Raises ConfigError for an unknown name, or for a plug-in that cannot be imported or is not an engine.
     """
     name = config.trainer_type
-    targets = plugins.installed(ENTRY_POINT_GROUP) | ENGINES
-    if ":" in name:
-        targets[name] = name
-    if name not in targets:
-        raise ConfigError(f"trainer.trainer_type = {name!r} is not known; {plugins.hint(name, targets)}")
-    engine_class = plugins.load(f"engine {name!r}", targets[name])
+    target = ENGINES.get(name) or plugins.target("trainer.trainer_type", name, ENTRY_POINT_GROUP, ENGINES)
+    engine_class = plugins.load(f"engine {name!r}", target)
     if not (isinstance(engine_class, type) and issubclass(engine_class, TrainEngineWrapper)):
-        raise ConfigError(f"engine {name!r} ({targets[name]}) is not a TrainEngineWrapper")
+        raise ConfigError(f"engine {name!r} ({target}) is not a TrainEngineWrapper")
     construct = cast("Callable[[EngineConfig], TrainEngineWrapper]", engine_class)
     return construct(config)

@@ -270,11 +270,11 @@ class Config(Frozen):
                 self._check_stage(stage.stage_name)
             return self
         algorithm = resolve(self.algorithm)
-        sampled = self.train_batch_size - self.expert_batch_size
-        if sampled % algorithm.group_size or not sampled:
-            experts = f" less {self.expert_batch_size} of experts" if self.expert_batch_size else ""
+        num_rows, num_experts = self.train_batch_size, self.expert_batch_size
+        if (num_rows - num_experts) % algorithm.group_size or num_rows == num_experts:
+            experts = f" less {num_experts} of experts" if num_experts else ""
             raise ValueError(
-                f"buffer.train_batch_size = {self.train_batch_size}{experts} does not hold whole groups of "
+                f"buffer.train_batch_size = {num_rows}{experts} does not hold whole groups of "
                 f"algorithm.repeat_times = {algorithm.group_size}; make it a multiple"
             )
         if self.mode == "both":

@@ -73,16 +73,17 @@ class Explorer:
         )
         buffers, name = config.buffer.trainer_input, config.explorer.name
         self._writer = ExperienceWriter(store, buffers.experience_buffer.name, name, limits, durable=False)
-        self._expert_tasks: Taskset | None = None
+        self._experts: tuple[Taskset, ExperienceWriter] | None = None
         if config.expert_batch_size and tasks.expert_taskset is not None:
-            self._expert_tasks = build_taskset(tasks.expert_taskset)
-            self._expert_writer = ExperienceWriter(store, buffers.expert_buffer.name, name, limits, durable=False)
+            writer = ExperienceWriter(store, buffers.expert_buffer.name, name, limits, durable=False)
+            self._experts = build_taskset(tasks.expert_taskset), writer
         self._worker = ThreadPoolExecutor(1, "explorer")
 
     @property
     def tasks_sha256(self) -> str | None:
         """Content of the files of the tasks; None if all are generated."""
-        digests = [each.content_sha256 for each in (self._taskset, self._expert_tasks) if each is not None]
+        tasksets = [self._taskset] if self._experts is None else [self._taskset, self._experts[0]]
+        digests = [taskset.content_sha256 for taskset in tasksets]
         return "+".join(digest or "" for digest in digests).strip("+") or None
 
     @property
@@ -100,9 +101,10 @@ class Explorer:
 
     def _explore(self) -> dict[str, float]:
         step = self._writer.next_index
-        if self._expert_tasks is not None:
-            tasks = self._expert_tasks.batch(step, self._config.expert_batch_size)
-            _keep(self._expert_writer, self._demonstrations(f"expert-{step}", step, tasks), step)
+        if self._experts is not None:
+            taskset, writer = self._experts
+            tasks = taskset.batch(step, self._config.expert_batch_size)
+            _keep(writer, self._demonstrations(f"expert-{step}", step, tasks), step)
         if self._config.buffer.explorer_input.default_workflow_type == "demonstrate":
             tasks = self._taskset.batch(step, self._config.buffer.batch_size)
             rows = self._demonstrations(step, step, tasks)
@@ -174,7 +176,7 @@ class Explorer:
         """One group for each of a batch of tasks."""
         assert self._sampler is not None, "workflow `sample` needs a sampler"
         started, size = time.perf_counter(), self._config.buffer.batch_size
-        tasks = [self._taskset[number * ROUND_STRIDE + index] for index in range(step * size, (step + 1) * size)]
+        tasks = self._taskset.batch(step, size, first=number * ROUND_STRIDE)
         seed = derive_seed(self._config.seed, self._config.explorer.name, step, *((number,) if number else ()))
         prompts = [encode_task(self._tokenizer, task, self._config.model) for task in tasks]
         completions = sample(self._sampler, prompts, self._config, n=self._algorithm.group_size, seed=seed)
@@ -221,8 +223,8 @@ class Explorer:
     def end(self) -> None:
         """Tell readers that this writer has written its last shard."""
         self._writer.end()
-        if self._expert_tasks is not None:
-            self._expert_writer.end()
+        if self._experts is not None:
+            self._experts[1].end()
 
     def close(self) -> None:
         """Stop the worker thread. Idempotent."""

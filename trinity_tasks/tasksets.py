@@ -98,9 +98,9 @@ class Taskset:
             f"none for split {self._config.split}"
         )
 
-    def batch(self, step: int, size: int) -> list[Task]:
-        """Tasks of explorer step `step`: numbers step * size to (step + 1) * size - 1."""
-        return [self[index] for index in range(step * size, (step + 1) * size)]
+    def batch(self, step: int, size: int, first: int = 0) -> list[Task]:
+        """Tasks of explorer step `step`: numbers step * size to (step + 1) * size - 1, counted from task `first`."""
+        return [self[first + index] for index in range(step * size, (step + 1) * size)]
 
     def _distinct(self) -> list[Mapping[str, Any]]:
         wanted, available = self._config.num_tasks, self._source.num_entries

@@ -12,11 +12,10 @@ from engines.algorithms.losses import MAX_LOG_RATIO
 from engines.algorithms.spec import RolloutCorrection
 
 
-def corrected(loss: TokenLoss, x: LossInputs, p: RolloutCorrection) -> TokenLoss:
-    """The loss with each token, or row, weighted. What an expert wrote has no sampler."""
+def corrected(loss: TokenLoss, rows: LossInputs, p: RolloutCorrection) -> TokenLoss:
+    """The loss with each token, or row, weighted; `rows` are those of its part. What an expert wrote has no sampler."""
     if loss.part is Part.EXPERT:
         return loss
-    rows = x.part(loss.part)
     weight, stats = weights(rows, p)
     if loss.unit is not Unit.TOKEN:  # then the level is one of rows: `Algorithm` sees to it
         weight = rows.sequence_mean(weight)

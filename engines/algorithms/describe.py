@@ -30,7 +30,7 @@ from engines.algorithms.presets import (
     part_named,
     preset_named,
 )
-from engines.algorithms.spec import Algorithm, Need, Needs, NoEntropy, NoKl, Params, name_of
+from engines.algorithms.spec import Algorithm, Need, Needs, NoEntropy, NoKl, Params, name_of, names_of
 from engines.config import CriticConfig, Frozen
 from engines.errors import ConfigError
 
@@ -288,7 +288,7 @@ def _parts() -> dict[str, tuple[str, ...]]:
     """Key of the config -> names of what can be chosen, but for none."""
     return {
         key: (
-            *(name for name, params in known.items() if name != "none" and name in _names(params)),
+            *(name for name, params in known.items() if name != "none" and name in names_of(params)),
             *sorted(_installed_parts(key)),
         )
         for key, (_, known) in KINDS.items()
@@ -299,11 +299,6 @@ def _installed_parts(key: str) -> dict[str, str]:
     """Name -> module:Class of what other distributions provide for this key, under a name that is not built in."""
     targets = plugins.installed(PART_GROUPS[key]) if key in PART_GROUPS else {}
     return {name: target for name, target in targets.items() if name not in KINDS[key][1]}
-
-
-def _names(params_class: type[Params]) -> tuple[str, ...]:
-    """All that a built-in class goes by; a key of the config may know it by more, to say why it refuses them."""
-    return get_args(params_class.model_fields["name"].annotation)
 
 
 def _path(params_class: type[Params]) -> str:

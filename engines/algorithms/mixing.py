@@ -14,14 +14,15 @@ from engines.algorithms.spec import Mix, MixChord, Sft, SftPhi
 
 def mix(x: LossInputs, p: Mix) -> tuple[TokenLoss, TokenLoss]:
     """PPO on the sampled rows and SFT on the expert's, with a fixed share; see `Mix`."""
-    return _mixed(x, p, p.mu, sft(x.part(Part.EXPERT), Sft()))
+    experts = x.part(Part.EXPERT)
+    return _mixed(x, p, p.mu, experts, sft(experts, Sft()))
 
 
 def mix_chord(x: LossInputs, p: MixChord) -> tuple[TokenLoss, TokenLoss]:
     """The same with a share that follows the train step; see `MixChord`."""
     experts = x.part(Part.EXPERT)
     loss = sft_phi(experts, SftPhi()) if p.enable_phi_function else sft(experts, Sft())
-    return _mixed(x, p, chord_mu(x.step, p), loss)
+    return _mixed(x, p, chord_mu(x.step, p), experts, loss)
 
 
 def chord_mu(step: int, p: MixChord) -> float:
@@ -34,13 +35,13 @@ def chord_mu(step: int, p: MixChord) -> float:
     return p.mu_valley + (p.mu_peak - p.mu_valley) * (1 + math.cos(math.pi * decayed / p.mu_decay_steps)) / 2
 
 
-def _mixed(x: LossInputs, p: Mix, mu: float, expert: TokenLoss) -> tuple[TokenLoss, TokenLoss]:
+def _mixed(x: LossInputs, p: Mix, mu: float, experts: LossInputs, loss: TokenLoss) -> tuple[TokenLoss, TokenLoss]:
     sampled = ppo_clip(x.part(Part.SAMPLED), p.ppo)
     stats = {
-        "mix/expert_nll": token_mean(-x.part(Part.EXPERT).logprobs),
+        "mix/expert_nll": token_mean(-experts.logprobs),
         "mix/mu": maximum(torch.tensor(mu, device=x.logprobs.device)),
     }
     return (
         dataclasses.replace(sampled, value=(1 - mu) * sampled.value, part=Part.SAMPLED),
-        dataclasses.replace(expert, value=mu * expert.value, part=Part.EXPERT, stats=stats),
+        dataclasses.replace(loss, value=mu * loss.value, part=Part.EXPERT, stats=stats),
     )

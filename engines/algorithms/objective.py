@@ -56,11 +56,11 @@ class Objective:
                 raise failure(term_params, x, error) from error
             share = x.logprobs.new_zeros(())
             for part in parts if isinstance(parts, tuple) else (parts,):
-                _check(part, x, term_params)
+                rows = _checked_rows(part, x, term_params)
                 if key == "loss/policy" and self._correction is not None:
                     function, params = self._correction
-                    part = function(part, x, params)
-                share = share + aggregate(part, x.part(part.part), self.algorithm.aggregation, counts[part.part])
+                    part = function(part, rows, params)
+                share = share + aggregate(part, rows, self.algorithm.aggregation, counts[part.part])
                 stats |= {name: stat._replace(part=part.part) for name, stat in part.stats.items()}
             stats[key] = Stat(share.detach(), Reduction.SUM)
             total = total + share
@@ -68,8 +68,8 @@ class Objective:
         return total, stats
 
 
-def _check(loss: Any, x: LossInputs, params: Params) -> None:
-    """Raises EngineError if it is not what a loss function must give back."""
+def _checked_rows(loss: Any, x: LossInputs, params: Params) -> LossInputs:
+    """The rows that the loss is about. Raises EngineError if it is not what a loss function must give back for them."""
     if not isinstance(loss, TokenLoss):
         raise EngineError(
             f"{params.function} gave a {type(loss).__name__}; it must return TokenLoss(value) with one number for each "
@@ -89,3 +89,4 @@ def _check(loss: Any, x: LossInputs, params: Params) -> None:
                 f"{params.function} gave a {type(stat).__name__} as stat {name!r}; use token_mean(values) or another "
                 "of engines.algorithms.inputs"
             )
+    return rows

@@ -62,6 +62,7 @@ from engines.algorithms.spec import (
     StepWiseGrpo,
     Topr,
     name_of,
+    names_of,
 )
 from engines.config import AlgorithmConfig, PartConfig
 from engines.errors import ConfigError
@@ -188,12 +189,7 @@ OPTIONAL_PART_KEYS = {"correction": "rollout_correction", "shaping": "overlong_s
 
 def by_name(classes: Iterable[type[Params]]) -> dict[str, type[Params]]:
     """Every name that these classes go by."""
-    return {name: each for each in classes for name in _names(each)}
-
-
-def _names(params: type[Params]) -> tuple[str, ...]:
-    annotation: Any = params.model_fields["name"].annotation
-    return tuple(annotation.__args__)
+    return {name: each for each in classes for name in names_of(each)}
 
 
 KINDS: dict[str, tuple[type[Params], dict[str, type[Params]]]] = {
@@ -266,14 +262,10 @@ def part_named(field: str, name: str, args: Mapping[str, Any]) -> Params:
     base, known = KINDS[field]
     if name in known:
         return _checked(field, known[name], {"name": name} | dict(args))
-    targets = plugins.installed(PART_GROUPS[field]) if field in PART_GROUPS else {}
-    if ":" in name:
-        targets[name] = name
-    if name not in targets:
-        raise ConfigError(f"algorithm.{field} = {name!r} is not known; {plugins.hint(name, known.keys() | targets)}")
-    found = plugins.load(f"algorithm.{field} = {name!r}", targets[name])
+    target = plugins.target(f"algorithm.{field}", name, PART_GROUPS.get(field), known)
+    found = plugins.load(f"algorithm.{field} = {name!r}", target)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"algorithm.{field} = {name!r} ({targets[name]}) is no subclass of {base.__name__}")
+        raise ConfigError(f"algorithm.{field} = {name!r} ({target}) is no subclass of {base.__name__}")
     return _checked(field, found, args)
 
 
@@ -300,13 +292,8 @@ def preset_named(name: str) -> Algorithm:
     """Built in, installed as an entry point, or module:ALGORITHM. Raises ConfigError."""
     if name in PRESETS:
         return PRESETS[name]
-    targets = plugins.installed(ENTRY_POINT_GROUP)
-    if ":" in name:
-        targets[name] = name
-    if name not in targets:
-        known = PRESETS.keys() | targets
-        raise ConfigError(f"algorithm.algorithm_type = {name!r} is not known; {plugins.hint(name, known)}")
-    preset = plugins.load(f"algorithm {name!r}", targets[name])
+    target = plugins.target("algorithm.algorithm_type", name, ENTRY_POINT_GROUP, PRESETS)
+    preset = plugins.load(f"algorithm {name!r}", target)
     if not isinstance(preset, Algorithm):
-        raise ConfigError(f"algorithm {name!r} ({targets[name]}) is a {type(preset).__name__}, not an Algorithm")
+        raise ConfigError(f"algorithm {name!r} ({target}) is a {type(preset).__name__}, not an Algorithm")
     return preset

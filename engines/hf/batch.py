@@ -57,10 +57,18 @@ class MicroBatch:
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
         return inputs | {"blocks": self.blocks} if self.blocks else inputs
 
+    @property
+    def num_actions(self) -> Tensor:
+        """[B] action tokens of each row."""
+        return torch.bincount(self.row_of_token, minlength=len(self.rows))
+
+    def gather(self, column: PerRow) -> Tensor:
+        """[A] a column's numbers for the action tokens of this micro-batch, on the host."""
+        return torch.from_numpy(np.concatenate([column[index] for index in self.rows]))
+
     def scatter(self, values: Tensor, result: PerRow) -> None:
         """Put [A] values of this micro-batch where its rows are in the list that it was cut from."""
-        counts = torch.bincount(self.row_of_token, minlength=len(self.rows)).tolist()
-        parts = np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])
+        parts = np.split(values.cpu().numpy(), np.cumsum(self.num_actions.tolist())[:-1])
         for index, part in zip(self.rows, parts, strict=True):
             result[index] = part
 

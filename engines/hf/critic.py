@@ -74,18 +74,9 @@ class Critic:
         totals = StatTotals()
         for batch in micro_batches(rows.rows, budget, self._trunk.layout, self._loaded.model.device):
             values = self.values(batch)
-
-            def gather(column: PerRow, batch: MicroBatch = batch, like: Tensor = values) -> Tensor:
-                return torch.from_numpy(np.concatenate([column[index] for index in batch.rows])).to(like)
-
-            loss = clipped_value_loss(
-                values, gather(rows.columns["values"]), gather(rows.columns["returns"]), self._config.cliprange_value
-            )
-            inputs = LossInputs(
-                logprobs=values,
-                row_of_token=batch.row_of_token,
-                num_actions=torch.bincount(batch.row_of_token, minlength=len(batch.rows)),
-            )
+            old_values, returns = (batch.gather(rows.columns[name]).to(values) for name in ("values", "returns"))
+            loss = clipped_value_loss(values, old_values, returns, self._config.cliprange_value)
+            inputs = LossInputs(logprobs=values, row_of_token=batch.row_of_token, num_actions=batch.num_actions)
             share = aggregate(loss, inputs, mode, counts[Part.ALL])
             share.backward()
             totals.add(loss.stats | {"critic/loss": Stat(share.detach(), Reduction.SUM)})

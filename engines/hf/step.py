@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.advantage_stage import needs_scores, penalised, with_advantages, with_selection
 from engines.algorithms.inputs import LossInputs
-from engines.algorithms.kl import adapted, estimate
+from engines.algorithms.kl import adapted, penalty
 from engines.algorithms.objective import Objective
 from engines.algorithms.reduce import Number, StatTotals, counts_by_part, over_updates
 from engines.algorithms.spec import Algorithm, KlParams, function_of, name_of
@@ -57,6 +57,7 @@ class TrainStep:
         for part in (algorithm.advantage, *algorithm.filters):
             if part is not None:
                 function_of(part)
+        self._selects = algorithm.loss.selection is not None
         self._models = models
         self._algorithm = algorithm
         self._objective = Objective(algorithm)
@@ -121,7 +122,7 @@ class TrainStep:
         algorithm, models, needs = self._algorithm, self._models, self._algorithm.needs
         columns: dict[Column, PerRow] = {}
         if "old_logprobs" in needs and "old_logprobs" not in rows.columns:
-            read_first = algorithm.loss.select is not None or needs_scores(algorithm, rows)
+            read_first = self._selects or needs_scores(algorithm, rows)
             if num_updates > 1 or read_first:
                 columns["old_logprobs"] = self._logprobs(models.policy, rows)
         if models.reference is not None:
@@ -140,7 +141,7 @@ class TrainStep:
         old, reference = rows.flat("old_logprobs"), rows.flat("reference_logprobs")
         assert old is not None
         assert reference is not None
-        divergence = estimate(name_of(params), torch.from_numpy(old), torch.from_numpy(reference), None).numpy()
+        divergence = penalty(name_of(params), torch.from_numpy(old), torch.from_numpy(reference)).numpy()
         sampled = divergence[np.repeat(~np.array(rows.is_expert, np.bool_), rows.lengths)]
         measured = float(sampled.mean()) if len(sampled) else 0.0
         coefficient = self.kl_coefficients.get("kl_penalty", params.kl_coef)
@@ -199,7 +200,7 @@ class TrainStep:
         def gather(column: Column) -> Tensor | None:
             if column not in rows.columns:
                 return None
-            values = torch.from_numpy(np.concatenate([rows.columns[column][index] for index in batch.rows]))
+            values = batch.gather(rows.columns[column])
             return values.to(logprobs.device) if values.dtype == torch.bool else values.to(logprobs)
 
         old_logprobs = gather("old_logprobs")
@@ -212,7 +213,7 @@ class TrainStep:
         return LossInputs(
             logprobs=logprobs,
             row_of_token=batch.row_of_token,
-            num_actions=torch.bincount(batch.row_of_token, minlength=len(batch.rows)),
+            num_actions=batch.num_actions,
             old_logprobs=old_logprobs,
             advantages=gather("advantages"),
             reference_logprobs=gather("reference_logprobs"),

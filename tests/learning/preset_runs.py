@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from engines.config import OptimizerConfig, TokenizerConfig
+from engines.config import OptimizerConfig
 from engines.experience import EID, Experience
 from engines.hf.engine import HfEngine
-from engines.text import build_tokenizer, encode_example
+from engines.text import Tokenizer, build_tokenizer, encode_example
 from tests.integration.small_job import train
 from tests.learning.spelling import CONFIG
 from trinity_tasks.buffer import ExperienceWriter
@@ -132,14 +132,21 @@ def preferred(root: Path, start: str) -> Config:
     )
     writer = ExperienceWriter(job_store(config), "main", "pairs")
     for step in range(NUM_STEPS):
-        writer.write(pairs(config, "train", step))
+        writer.write(pairs("train", step))
     writer.end()
     return config
 
 
-def pairs(config: Config, split: str, step: int) -> list[Experience]:
+def example_tokenizer() -> Tokenizer:
+    """That of the example."""
+    config = load_config(CONFIG).model.tokenizer
+    assert config is not None
+    return build_tokenizer(config)
+
+
+def pairs(split: str, step: int) -> list[Experience]:
     """One batch of pairs."""
-    tokenizer = build_tokenizer(TokenizerConfig.model_validate(load_config(CONFIG).model.tokenizer))
+    tokenizer = example_tokenizer()
     random = np.random.default_rng(step)
     rows: list[Experience] = []
     for task in build_taskset(TasksetConfig(**words(split, seed=44))).batch(step, PAIRS):
@@ -154,9 +161,9 @@ def pairs(config: Config, split: str, step: int) -> list[Experience]:
     return rows
 
 
-def demonstrations(config: Config, split: str) -> list[Experience]:
+def demonstrations(split: str) -> list[Experience]:
     """A batch of words with their answers."""
-    tokenizer = build_tokenizer(TokenizerConfig.model_validate(load_config(CONFIG).model.tokenizer))
+    tokenizer = example_tokenizer()
     rows: list[Experience] = []
     for task in build_taskset(TasksetConfig(**words(split))).batch(0, NUM_HELD_OUT):
         tokens, length = encode_example(tokenizer, task.messages, task.answer)

@@ -106,7 +106,7 @@ def test_distillation_comes_nearer_to_its_teacher(runs: Runs, algorithm: str) ->
 @pytest.mark.parametrize("algorithm", SUPERVISED)
 def test_supervised_training_makes_unseen_answers_likelier(runs: Runs, algorithm: str) -> None:
     config = supervised(runs.root, algorithm, 75, algorithm)
-    rows = demonstrations(config, "held_out")
+    rows = demonstrations("held_out")
     outcome = runs.keep(run(config))
     before, after = (objective(config, rows, None, each)["loss/total"] for each in (None, snapshot_of(outcome)))
     assert before == pytest.approx(math.log(102), rel=0.1)
@@ -117,7 +117,7 @@ def test_supervised_training_makes_unseen_answers_likelier(runs: Runs, algorithm
 def test_preferences_are_told_apart_on_unseen_words(runs: Runs) -> None:
     """Loss log 2 and margin 0 before; the reference is the warm start."""
     config = preferred(runs.root, runs.start)
-    rows, start = pairs(config, "held_out", 0), local(runs.start)
+    rows, start = pairs("held_out", 0), local(runs.start)
     outcome = runs.keep(run(config))
     before, after = (objective(config, rows, start, each) for each in (None, snapshot_of(outcome)))
     assert before["loss/policy"] == pytest.approx(math.log(2), rel=1e-5)

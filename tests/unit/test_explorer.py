@@ -13,6 +13,7 @@ from engines.config import TokenizerConfig
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from engines.text import build_tokenizer
+from tests.exploring import explored
 from tests.fake_engine import FakeSampler
 from trinity_tasks.buffer import Cursor, ExperienceReader
 from trinity_tasks.config import Config
@@ -63,15 +64,7 @@ def explore(
     store: Storage, num_steps: int, settings: Config | None = None, sampler: Any = None
 ) -> list[dict[str, float]]:
     """Steps of one explorer; its metrics."""
-    explorer = Explorer(settings or config(), store, TOKENIZER, sampler)
-
-    async def steps() -> list[dict[str, float]]:
-        return [await explorer.explore_step() for _ in range(num_steps)]
-
-    try:
-        return asyncio.run(steps())
-    finally:
-        explorer.close()
+    return explored(Explorer(settings or config(), store, TOKENIZER, sampler), num_steps)
 
 
 def rows(store: Storage, num_rows: int) -> list[Experience]:

@@ -1,6 +1,5 @@
 """What an algorithm asks of the explorer beyond samples: groups that pass its filters, a baseline, an expert's rows."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from engines.config import TokenizerConfig
 from engines.errors import ConfigError, StarvedError
 from engines.experience import Experience
 from engines.text import build_tokenizer
+from tests.exploring import explored
 from tests.fake_engine import FakeSampler
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import parse_config
@@ -58,15 +58,7 @@ class CountingSampler(FakeSampler):
 
 
 def explore(store: Storage, settings: Config, sampler: FakeSampler, num_steps: int = 1) -> list[dict[str, float]]:
-    explorer = Explorer(settings, store, TOKENIZER, sampler)
-
-    async def steps() -> list[dict[str, float]]:
-        return [await explorer.explore_step() for _ in range(num_steps)]
-
-    try:
-        return asyncio.run(steps())
-    finally:
-        explorer.close()
+    return explored(Explorer(settings, store, TOKENIZER, sampler), num_steps)
 
 
 def batch(settings: Config, cursor: Cursor) -> tuple[list[Experience], Cursor]:

@@ -26,7 +26,7 @@ from engines.algorithms.spec.advantages import (
     StepWiseGrpo,
 )
 from engines.algorithms.spec.algorithm import Algorithm
-from engines.algorithms.spec.base import Aggregation, Need, Needs, Params, failure, function_of, name_of
+from engines.algorithms.spec.base import Aggregation, Need, Needs, Params, failure, function_of, name_of, names_of
 from engines.algorithms.spec.losses import (
     LOSSES,
     Cispo,
@@ -130,4 +130,5 @@ __all__ = [
     "failure",
     "function_of",
     "name_of",
+    "names_of",
 ]

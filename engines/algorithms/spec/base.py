@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from engines import plugins
 from engines.config import Frozen
@@ -66,12 +66,22 @@ def name_of(params: Params) -> str:
     return str(getattr(params, "name", type(params).__name__))
 
 
+def names_of(params_class: type[Params]) -> tuple[str, ...]:
+    """All names that a built-in class goes by."""
+    return get_args(params_class.model_fields["name"].annotation)
+
+
 def function_of(params: Params) -> Callable[..., Any]:
     """The function that a params class names. Raises ConfigError if it names none, or none that can be imported."""
     what, target = f"the function of {name_of(params)!r}", getattr(params, "function", None)
     if not isinstance(target, str):
         where = f"{type(params).__module__}:{type(params).__name__}"
         raise ConfigError(f'{what} is not named; write `function = "module:name"` in the class {where}')
+    return imported(what, target)
+
+
+def imported(what: str, target: str) -> Callable[..., Any]:
+    """The function at module:name. Raises ConfigError that begins with `what`."""
     function = plugins.load(what, target)
     if not callable(function):
         raise ConfigError(f"{what} ({target}) is a {type(function).__name__}, not a function")

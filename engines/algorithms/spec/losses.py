@@ -7,11 +7,12 @@ minimised; none divides.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engines.algorithms.spec.base import Needs, Params
+from engines.algorithms.spec.base import Needs, Params, imported, name_of
 
 POLICY, SELECTION = "engines.algorithms.losses", "engines.algorithms.selection"
 RATIO: Needs = frozenset({"old_logprobs"})
@@ -25,6 +26,11 @@ class LossParams(Params):
     select: ClassVar[str | None] = None
     """module:name of a function (SelectionInputs, params) -> [N] flags, once per step, before it is cut: tokens that
     the loss treats differently, and that can be told only from the whole batch."""
+
+    @property
+    def selection(self) -> Callable[..., Any] | None:
+        """The function that `select` names. Raises ConfigError if it cannot be imported."""
+        return None if self.select is None else imported(f"the selection of {name_of(self)!r}", self.select)
 
 
 class PpoClip(LossParams):
