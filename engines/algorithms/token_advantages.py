@@ -92,8 +92,24 @@ def jsd(x: AdvantageInputs, p: Jsd) -> Advantages:
         of_student = (1 - share) * (student - mixture)
         divergence = share * (teacher - mixture) + of_student
         cost = of_student if p.exact_gradient else divergence
-    stats = {"distill/jsd": _mean(divergence), "kl/teacher": _mean(x.old_logprobs - x.teacher_logprobs)}
+    measured = _divergence_estimate(teacher - student, share) if p.exact_gradient else divergence
+    stats = {"distill/jsd": _mean(measured), "kl/teacher": _mean(x.old_logprobs - x.teacher_logprobs)}
     return Advantages(-p.kl_coef * cost, stats=stats)
+
+
+def _divergence_estimate(log_ratio: Float64s, share: float) -> Float64s:
+    """[N] f(r), r = exp(teacher - student): its mean over samples of the student estimates the divergence.
+
+    The generator f of the f-divergence, convex with f(1) = f'(1) = 0: never negative, and 0 only where the two agree.
+    """
+    log_r = np.minimum(log_ratio, MAX_EXPONENT)
+    r = np.exp(log_r)
+    if share == 0:
+        return r - 1 - log_r
+    if share == 1:
+        return r * log_r - (r - 1)
+    mixture = 1 + share * (r - 1)
+    return share * r * log_r - mixture * np.log(mixture)
 
 
 def clip_b(x: AdvantageInputs, p: ClipB) -> Advantages:

@@ -98,7 +98,7 @@ def test_distillation_comes_nearer_to_its_teacher(runs: Runs, algorithm: str) ->
     outcome = runs.keep(run(reinforced(runs.root, algorithm, runs.start, runs.teacher)))
     key = {"on_policy_distill": "kl/teacher", "jsd": "distill/jsd"}[algorithm]
     first, last = mean_of(outcome, key, slice(5)), mean_of(outcome, key, slice(-5, None))
-    assert last < 0.5 * first
+    assert 0 < last < 0.5 * first
     assert outcome.gain > 0.08
 
 
@@ -110,7 +110,7 @@ def test_supervised_training_makes_unseen_answers_likelier(runs: Runs, algorithm
     outcome = runs.keep(run(config))
     before, after = (objective(config, rows, None, each)["loss/total"] for each in (None, snapshot_of(outcome)))
     assert before == pytest.approx(math.log(102), rel=0.1)
-    assert after < 0.4
+    assert after < 0.5
 
 
 @pytest.mark.timeout(900)

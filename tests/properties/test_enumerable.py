@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from engines.algorithms.advantages import AdvantageInputs, group_indices
+from engines.algorithms.advantages import AdvantageInputs, Advantages, group_indices
 from engines.algorithms.correction import corrected
 from engines.algorithms.inputs import LossInputs, TokenLoss
 from engines.algorithms.kl import penalty
@@ -356,9 +356,9 @@ def test_k1_in_the_reward_is_the_gradient_of_the_regularised_reward(explore: Exp
         close(world.expected_gradient(loss, world.logits), -world.gradient(regularised))
 
 
-def distilled(world: Enumerated, params: AdvantageParams) -> Tensor:
-    """Expected gradient of a distillation's loss at ratio 1."""
-    student, teacher = (world.logprobs(each).flatten() for each in (world.logits.detach(), world.other))
+def distillation(world: Enumerated, params: AdvantageParams, answers: slice = slice(None)) -> Advantages:
+    """Of answers of one token, each once."""
+    student, teacher = (world.logprobs(each).flatten()[answers] for each in (world.logits.detach(), world.other))
     size = len(student)
     x = AdvantageInputs(
         token_rewards=np.zeros(size),
@@ -368,8 +368,23 @@ def distilled(world: Enumerated, params: AdvantageParams) -> Tensor:
         old_logprobs=student.numpy(),
         teacher_logprobs=teacher.numpy(),
     )
-    values = torch.from_numpy(function_of(params)(x, params).values)
+    return function_of(params)(x, params)
+
+
+def distilled(world: Enumerated, params: AdvantageParams) -> Tensor:
+    """Expected gradient of a distillation's loss at ratio 1."""
+    values = torch.from_numpy(distillation(world, params).values)
     return world.expected_gradient(computed(PpoClip(), world.inputs(values)), world.logits)
+
+
+def divergence(world: Enumerated, share: float) -> Tensor:
+    """b KL(T, M) + (1 - b) KL(S, M), M = b T + (1 - b) S (Agarwal 2023, eq. 1); KL(S, T), KL(T, S) at the ends."""
+    if share in (0, 1):
+        return world.kl(world.logits, world.other) if share == 0 else world.kl(world.other, world.logits)
+    student, teacher = world.probabilities(world.logits), world.probabilities(world.other)
+    mixture = share * teacher + (1 - share) * student
+    of_teacher = (teacher * (teacher / mixture).log()).sum()
+    return share * of_teacher + (1 - share) * (student * (student / mixture).log()).sum()
 
 
 def test_distillation_follows_kl_to_the_teacher(explore: Explore) -> None:
@@ -387,17 +402,24 @@ def test_distillation_follows_kl_to_the_teacher(explore: Explore) -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_jsd_follows_the_divergence_to_the_mixture(explore: Explore, share: float) -> None:
-    """Agarwal et al. 2023, eq. 1: b KL(T, M) + (1 - b) KL(S, M), M = b T + (1 - b) S."""
-
     @explore(SEEDS)
     def holds(seed: int) -> None:
         world = Enumerated(1, seed)
-        student, teacher = world.probabilities(world.logits), world.probabilities(world.other)
-        mixture = share * teacher + (1 - share) * student
-        of_teacher = (teacher * (teacher / mixture).log()).sum()
-        of_student = (student * (student / mixture).log()).sum()
-        exact = world.gradient(share * of_teacher + (1 - share) * of_student)
-        close(distilled(world, Jsd(lambda_coef=share)), exact)
+        close(distilled(world, Jsd(lambda_coef=share)), world.gradient(divergence(world, share)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_the_measured_divergence_is_the_exact_one_in_expectation(explore: Explore, share: float) -> None:
+    """And never negative, on whatever was sampled: that of the reference is, and falls when it should rise."""
+
+    @explore(SEEDS)
+    def holds(seed: int) -> None:
+        world, params = Enumerated(1, seed), Jsd(lambda_coef=share)
+        answers = range(len(world.answers))
+        measured = [distillation(world, params, slice(i, i + 1)).stats["distill/jsd"] for i in answers]
+        assert min(measured) >= 0
+        expected = (world.probabilities(world.logits) * torch.tensor(measured, dtype=torch.float64)).sum()
+        close(expected, divergence(world, share))
 
 
 def test_the_divergence_at_the_sampled_token_follows_none() -> None:

@@ -254,7 +254,7 @@ class Jsd(AdvantageParams):
     temperature: float = Field(default=1.0, gt=0)
     """Divides both logprobs first."""
     exact_gradient: bool = True
-    """False: A = -kl_coef J, J = b (T - m) + (1 - b) (s - m), b = 0: s - T, b = 1: T - s."""
+    """False: A = -kl_coef J, J = b (T - m) + (1 - b) (s - m), b = 0: s - T, b = 1: T - s; distill/jsd is its mean."""
 
 
 class ClipB(AdvantageParams):
