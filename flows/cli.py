@@ -247,3 +247,7 @@ def main() -> None:
         _fail(error)
     finally:
         gc.freeze()  # else the interpreter visits all of torch and Prefect once more before it ends: seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SHOWN = (
     ("reward", ("data/reward_mean", "explore/reward_mean"), "{:.3f}"),
     ("loss", ("loss/policy", "loss/total"), "{:.4f}"),
-    ("KL", ("kl/reference", "kl/policy"), "{:z.4f}"),
+    ("KL", ("kl/reference", "kl/teacher", "kl/penalty", "kl/policy"), "{:z.4f}"),
     ("tokens/s", ("perf/tokens_per_s",), "{:,.0f}"),
 )
 """Label, the metrics of which the first known one is shown, format."""

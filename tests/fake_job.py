@@ -8,7 +8,10 @@ from typing import Any
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import apply_override, parse_config
 
-STAGES = "stages=[{stage_name: sft, algorithm: {algorithm_type: sft}, trainer: {total_steps: 2}}, {stage_name: grpo}]"
+STAGES = (
+    "stages=[{stage_name: sft, algorithm: {algorithm_type: sft}, trainer: {total_steps: 2}, "
+    "buffer: {explorer_input: {default_workflow_type: demonstrate}}}, {stage_name: grpo}]"
+)
 """Override: two stages, of 2 and 6 steps."""
 
 

@@ -316,6 +316,12 @@ class Config(Frozen):
             raise ValueError(
                 f"{name} needs rewards, and default_workflow_type: demonstrate gives none; set it to sample, or use sft"
             )
+        imitates = algorithm.advantage is None and not {"rewards", "teacher_logprobs"} & needs
+        if imitates and tasks.default_workflow_type == "sample":
+            raise ValueError(
+                f"{name} imitates the answers that it is given, and default_workflow_type: sample gives it the model's "
+                "own; set buffer.explorer_input.default_workflow_type: demonstrate, which gives the tasks' answers"
+            )
         if "teacher_logprobs" in needs and self.model.teacher_model_path is None:
             raise ValueError(f"{name} needs a teacher; set model.teacher_model_path")
         if "expert_rows" in needs and tasks.expert_taskset is None:

@@ -172,15 +172,17 @@ def already_done(config: Config) -> bool:
     except ConfigError:
         return False
     _allowed_changes(store, record.config, config)
-    if record.closed_at_step is None:
-        return False
-    total, target = config.trainer.total_steps, config.trainer.stop_when
-    if total is None or record.closed_at_step >= total:
+    return record.closed_at_step is not None and not goes_further(config)
+
+
+def goes_further(config: Config) -> bool:
+    """Whether the config would train its job beyond the last commit."""
+    last = CheckpointStore(job_store(config)).latest(verify=False)
+    if last is None:
         return True
-    if target is None:
-        return False
-    last = CheckpointStore(store).latest(verify=False)
-    return last is not None and target.reached(last.metrics)
+    total, target = config.trainer.total_steps, config.trainer.stop_when
+    at_end = last.finished if total is None else last.step >= total
+    return not (at_end or (target is not None and target.reached(last.metrics)))
 
 
 def job_store(config: Config) -> Storage:
@@ -260,8 +262,8 @@ def _has_made_something(store: Storage) -> bool:
     return any(PurePosixPath(name).name != "job.json" and PurePosixPath(name).parent.name != "lease" for name in names)
 
 
-def fetch_model(model_path: str, into: Path) -> Path:
-    """A local HF folder for `model_path`: itself if local, else downloaded.
+def fetch_model(model_path: str, into: Path, key: str = "model.model_path") -> Path:
+    """A local HF folder for `model_path`, which the config gives under `key`: itself if local, else downloaded.
 
     One that lies in a job's checkpoint must be what its commit says, in size and hash. Raises ConfigError if there is
     none, CheckpointError if it is damaged or no commit vouches for it.
@@ -272,16 +274,18 @@ def fetch_model(model_path: str, into: Path) -> Path:
         if (folder := checkpoints.model_folder(found[2], into)) is not None:
             return folder
     if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"{key} {model_path}: it has no config.json, so it is not an HF model folder")
         return local
     if "://" not in model_path:
         raise ConfigError(
-            f"model.model_path {model_path}: no such folder; give an HF folder or its URL (nothing is fetched from the "
+            f"{key} {model_path}: no such folder; give an HF folder or its URL (nothing is fetched from the "
             "Hugging Face Hub: download a model first)"
         )
     store = Storage(model_path)
     files = store.with_retry_s(START_RETRY_S).list(recursive=True)
     if not any(file.name == "config.json" for file in files):
-        raise ConfigError(f"model.model_path {model_path}: no config.json there; give the URL of an HF folder")
+        raise ConfigError(f"{key} {model_path}: no config.json there; give the URL of an HF folder")
     for file in files:
         target = into / file.name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from engines.errors import ConfigError
 from trinity_tasks.config import Config
-from trinity_tasks.inspection import JobState, describe
-from trinity_tasks.job import Job, already_done, job_store, job_url, open_tracker
+from trinity_tasks.inspection import JobState, describe, describe_if_begun
+from trinity_tasks.job import Job, already_done, goes_further, job_store, job_url, open_tracker
 from trinity_tasks.tracking import RunStatus, Tracker
 
 SUMMARY_FILE = "summary/summary.json"
@@ -39,13 +40,30 @@ class StagedRun:
             self._tracker = open_tracker(self._job)
 
     def remaining(self) -> Iterator[Config]:
-        """The config of each stage, in order; call `finished` before taking the next."""
+        """The config of each stage, in order; call `finished` before taking the next.
+
+        Raises ConfigError if a stage would train further although the next one has begun from where it ended.
+        """
         if not self._config.stages:
             yield self._config
             return
-        for stage in self._config.stages:
-            model = self.results[-1].model_url if self.results else None
-            yield self._config.stage(stage.stage_name, model)
+        names = [stage.stage_name for stage in self._config.stages]
+        for name, following in zip(names, [*names[1:], None], strict=True):
+            stage = self._config.stage(name, self.results[-1].model_url if self.results else None)
+            if following is not None:
+                self._refuse_to_outgrow(stage, name, following)
+            yield stage
+
+    def _refuse_to_outgrow(self, stage: Config, name: str, following: str) -> None:
+        begun = describe_if_begun(job_store(self._config).child(*following.split("/")).url)
+        state = describe_if_begun(job_url(stage)) if begun is not None else None
+        if begun is None or state is None or begun.num_steps_recorded == 0 or not goes_further(stage):
+            return
+        raise ConfigError(
+            f"{state.url}: stage {following} has begun from step {state.step} of stage {name}, which this config would "
+            f"train to step {stage.trainer.total_steps}; {following} would not see it. Keep trainer.total_steps of "
+            f"{name}, or give the new experiment a name of its own: --set name=..."
+        )
 
     def finished(self, url: str) -> JobState:
         """Note that the stage whose job lies at `url` is done."""

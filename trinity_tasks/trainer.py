@@ -109,9 +109,9 @@ class Trainer:
         self.job = Job.open(self.config)
         self._scratch = self.job.new_scratch()
         model = self.config.model
-        self.engine.model_dir = self._fetched(model.model_path, "initial_model")
-        self.engine.teacher_model_dir = self._fetched(model.teacher_model_path, "teacher_model")
-        self.engine.critic_model_dir = self._fetched(model.critic_model_path, "critic_model")
+        self.engine.model_dir = self._fetched(model.model_path, "model_path")
+        self.engine.teacher_model_dir = self._fetched(model.teacher_model_path, "teacher_model_path")
+        self.engine.critic_model_dir = self._fetched(model.critic_model_path, "critic_model_path")
         manifest = self.job.checkpoints.restore_latest(self._scratch / "restored")
         if manifest is not None:
             self.engine.restore_dir = self._scratch / "restored"
@@ -134,9 +134,9 @@ class Trainer:
         if self.config.synchronizer.sync_method != "memory":
             await self.sync_weight()  # before anyone waits for weights; after a resume, those of the commit
 
-    def _fetched(self, path: str | None, name: str) -> Path | None:
+    def _fetched(self, path: str | None, field: str) -> Path | None:
         assert self._scratch is not None
-        return None if path is None else fetch_model(path, self._scratch / name)
+        return None if path is None else fetch_model(path, self._scratch / field, f"model.{field}")
 
     def _restore(self, manifest: Manifest | None) -> None:
         self._last_sync_step = self.train_step_num
@@ -331,7 +331,7 @@ class Trainer:
         self._metrics |= metrics
         self._metrics["time/train_step_s"] = time.perf_counter() - started
         target = self.config.trainer.stop_when
-        if target is not None and target.metric not in self._metrics:
+        if target is not None and target.metric not in self._metrics and metrics.get("update/num_applied", 1):
             raise ConfigError(
                 f"trainer.stop_when.metric = {target.metric!r} is not measured in a train step; "
                 f"{hint(target.metric, self._metrics, 'measured')}"

@@ -277,15 +277,19 @@ def _checked(field: str, params: type[Params], values: Mapping[str, Any]) -> Par
         meant = ""
         if detail["type"] == "extra_forbidden":
             meant = f"; {plugins.hint(str(detail['loc'][0]), params.model_fields.keys() - {'name'})}"
-        raise ConfigError(f"algorithm.{field} = {named!r}: {_first(error)}{meant}") from None
+        below = f"{field}_args." if field in PART_KEYS.values() else "args."
+        said = _first(error, below)
+        raise ConfigError(f"algorithm.{field} = {named!r}: {said}{meant}") from None
 
 
-def _first(error: ValidationError) -> str:
-    """The first complaint, with its place and the value."""
+def _first(error: ValidationError, below: str = "") -> str:
+    """The first complaint, with its place `below` a key and the value."""
     detail = error.errors()[0]
     place = ".".join(str(part) for part in detail["loc"])
+    place = place and f"{below}{place}"
     shown = f", got {detail['input']!r}" if place else ""
-    return f"{place + ': ' if place else ''}{detail['msg'].removeprefix('Value error, ')}{shown}"
+    said = "there is no such parameter" if detail["type"] == "extra_forbidden" else detail["msg"]
+    return f"{place + ': ' if place else ''}{said.removeprefix('Value error, ')}{shown}"
 
 
 def preset_named(name: str) -> Algorithm:

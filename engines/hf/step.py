@@ -36,7 +36,7 @@ class StepReport:
 
     num_applied: int = 0
     num_empty: int = 0
-    """Updates without a row to train on."""
+    """Updates without anything to learn from: no row, or every advantage 0."""
     num_nonfinite: int = 0
     """Updates skipped because a loss, a gradient or an input was not finite."""
     consecutive_nonfinite: int = 0
@@ -87,11 +87,15 @@ class TrainStep:
                 # The weights are still the old ones: a ratio to the update's own forward pass is exactly 1, one to a
                 # pass over other micro-batches only nearly.
                 share = share.without_column("old_logprobs")
-            applied, metrics = self._update(share, step)
+            learns = self._has_signal(share)
+            applied, metrics = self._update(share, step, learns)
+            made.append(metrics)
+            if not learns:
+                report.num_empty += 1
+                continue
             report.num_applied += applied
             report.num_nonfinite += not applied
             report.consecutive_nonfinite = 0 if applied else report.consecutive_nonfinite + 1
-            made.append(metrics)
         report.num_trained_tokens = int(rows.lengths.sum())
         report.num_read_tokens = sum(len(row.tokens) for row in rows.rows)
         report.metrics |= over_updates(made)
@@ -173,8 +177,22 @@ class TrainStep:
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
-    def _update(self, rows: StepRows, step: int) -> tuple[bool, dict[str, Number]]:
-        """One update of the critic, if there is one, and of the policy: was it applied, and its metrics."""
+    def _has_signal(self, rows: StepRows) -> bool:
+        """False if every advantage is 0, so that a KL term alone would move the policy.
+
+        Beside the reference its gradient is rounding noise, which Adam scales up to whole steps.
+        """
+        others = self._models.critic is not None or any(rows.is_expert) or "entropy" in self._algorithm.needs
+        if others or not self._algorithm.loss.takes_advantages:
+            return True
+        advantages = rows.columns.get("advantages")
+        return advantages is None or any(values.any() for values in advantages)
+
+    def _update(self, rows: StepRows, step: int, learns: bool) -> tuple[bool, dict[str, Number]]:
+        """One update of the critic, if there is one, and of the policy: was it applied, and its metrics.
+
+        learns: False measures only.
+        """
         optimizer, critic = self._models.optimizer, self._models.critic
         if not _finite_inputs(rows):
             return False, {"lr": Number(optimizer.next_lr, "last")}
@@ -184,10 +202,14 @@ class TrainStep:
         counts = counts_by_part(rows.lengths.tolist(), rows.response_lengths, rows.is_expert)
         totals = StatTotals()
         for batch in self._batches(rows):
-            loss, stats = self._objective.loss(self._loss_inputs(rows, batch, step), counts)
-            loss.backward()
+            with torch.set_grad_enabled(learns):
+                loss, stats = self._objective.loss(self._loss_inputs(rows, batch, step), counts)
+            if learns:
+                loss.backward()
             totals.add(stats)
         metrics |= totals.numbers(counts)
+        if not learns:
+            return False, metrics | {"grad/norm": Number(0.0, "mean"), "lr": Number(optimizer.next_lr, "last")}
         update = optimizer.update(metrics["loss/total"].value)
         metrics |= {"grad/norm": Number(update.grad_norm, "mean"), "lr": Number(update.lr, "last")}
         return update.applied, metrics

@@ -119,6 +119,12 @@ def test_a_missing_model_is_named(job_root: Path, path: str, words: str) -> None
     assert words in refused(job_root, ConfigError, *from_folder(path))
 
 
+@pytest.mark.parametrize("key", ["teacher_model_path", "critic_model_path"])
+def test_another_model_that_is_missing_is_named_by_its_own_key(job_root: Path, key: str) -> None:
+    said = refused(job_root, ConfigError, f"model.{key}=/nowhere")
+    assert said.startswith(f"model.{key} /nowhere: no such folder")
+
+
 @pytest.mark.parametrize(
     ("spoilt", "how", "kind", "words"),
     [
@@ -126,7 +132,7 @@ def test_a_missing_model_is_named(job_root: Path, path: str, words: str) -> None
             "config.json",
             Path.unlink,
             ConfigError,
-            "has no config.json, so it is not an HF model folder; check model.model_path",
+            "it has no config.json, so it is not an HF model folder",
         ),
         ("config.json", lambda file: file.write_text("{nope"), ConfigError, "config.json cannot be read"),
         ("config.json", lambda file: file.write_text('{"model_type": "lama"}'), ConfigError, "model type `lama`"),

@@ -254,6 +254,19 @@ def test_stages_are_for_finetune_alone(job_root: Path, flow: Flow[..., Any]) -> 
     assert not folder(fake_config(job_root)).exists()
 
 
+def test_a_stage_that_another_has_begun_from_does_not_train_further(job_root: Path) -> None:
+    """The next stage would not see it; and once it had, neither config could go on with the job."""
+    config = fake_config(job_root, STAGES)
+    assert run(finetune, config).is_completed()
+    state = run(finetune, fake_config(job_root, STAGES, "stages.sft.trainer.total_steps=4"))
+    assert isinstance(error := result(state), ConfigError)
+    assert "stage grpo has begun from step 2 of stage sft, which this config would train to step 4" in str(error)
+    assert describe(job_url(config.stage("sft"))).step == 2
+    longer = fake_config(job_root, STAGES, "trainer.total_steps=8")
+    assert run(finetune, longer).is_completed()
+    assert [stage.step for stage in describe(job_url(config)).stages] == [2, 8]
+
+
 def test_a_job_with_stages_is_looked_at_as_a_whole(job_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = fake_config(job_root, STAGES)
     fails(monkeypatch, FakeEngine, "train_step", [None] * 4 + [EngineError("gone")])

@@ -71,7 +71,10 @@ def test_zero_kl_coefficient_needs_no_reference() -> None:
     ("changes", "words"),
     [
         ({"algorithm_type": "grop"}, ["algorithm_type = 'grop'", "did you mean grpo"]),
-        ({"policy_loss_fn_args": {"clip_rang": 0.1}}, ["policy_loss_fn", "clip_rang", "not permitted"]),
+        (
+            {"policy_loss_fn_args": {"clip_rang": 0.1}},
+            ["policy_loss_fn", "clip_rang", "policy_loss_fn_args.clip_rang: there is no such parameter"],
+        ),
         ({"policy_loss_fn_args": {"clip_ratio_c": 1.0}}, ["clip_ratio_c", "greater than 1", "got 1.0"]),
         ({"kl_loss_fn": "k1"}, ["kl_loss_fn = 'k1'", "expectation 0", "kl_penalty_fn"]),
         ({"kl_loss_fn": "abs"}, ["kl_loss_fn = 'abs'", "no KL", "kl_penalty_fn"]),

@@ -203,6 +203,7 @@ def test_an_experts_rows_follow_the_sampled_ones_of_each_batch(tmp_path: Path) -
         ({"algorithm_type": "mix"}, {}, "set buffer.explorer_input.expert_taskset"),
         ({"algorithm_type": "on_policy_distill"}, {}, "needs a teacher; set model.teacher_model_path"),
         ({"algorithm_type": "grpo"}, {"default_workflow_type": "demonstrate"}, "grpo needs rewards"),
+        ({"algorithm_type": "sft"}, {}, "sft imitates .* sample gives it the model's own; set .*: demonstrate"),
         ({"algorithm_type": "grpo", "overlong_shaping": {"name": "overlong"}}, {}, "needs model.max_response_tokens"),
     ],
 )

@@ -236,6 +236,24 @@ def test_a_batch_without_anything_to_learn_is_a_step_without_update() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+def test_a_kl_term_alone_moves_nothing() -> None:
+    """Its gradient beside the reference is rounding noise, of which Adam made whole steps."""
+
+    async def scenario(engine: HfEngine) -> list[dict[str, float]]:
+        reports = [await engine.train_step(groups(0)), await engine.train_step(groups(1))]
+        before = weights_of(engine)
+        reports.append(await engine.train_step(groups(2, reward=1.0)))
+        assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
+        return reports
+
+    _, second, third = with_engine(engine_config({"kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.1}}), scenario)
+    assert second["update/num_applied"] == 1
+    assert (third["update/num_applied"], third["update/num_skipped"], third["update/num_nonfinite"]) == (0, 1, 0)
+    assert third["kl/reference"] > 0
+    assert third["loss/total"] == pytest.approx(0.1 * third["kl/reference"])
+    assert (third["grad/norm"], third["lr"]) == (0.0, second["lr"])
+
+
 def test_schedule_counts_updates_and_updates_take_whole_groups() -> None:
     async def scenario(engine: HfEngine) -> list[float]:
         return [(await engine.train_step(groups(seed)))["lr"] for seed in range(3)]
