@@ -89,12 +89,6 @@ def describe(url: str) -> JobState:
     )
 
 
-def describe_if_begun(url: str) -> JobState | None:
-    """The state of the job at `url`; None if there is none."""
-    store = Storage(url)
-    return describe(url) if store.exists("job.json") else None
-
-
 def _describe_stages(store: Storage, record: JobRecord) -> JobState:
     stages = [describe(stage.url) for stage in _begun_stages(store, record)]
     totals = [stage.total_steps for stage in stages if stage.total_steps is not None]

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from engines.errors import ConfigError
 from trinity_tasks.config import Config
-from trinity_tasks.inspection import JobState, describe, describe_if_begun
+from trinity_tasks.inspection import JobState, describe
 from trinity_tasks.job import Job, already_done, goes_further, job_store, job_url, open_tracker
+from trinity_tasks.ledger import Ledger
 from trinity_tasks.tracking import RunStatus, Tracker
 
 SUMMARY_FILE = "summary/summary.json"
@@ -55,10 +56,10 @@ class StagedRun:
             yield stage
 
     def _refuse_to_outgrow(self, stage: Config, name: str, following: str) -> None:
-        begun = describe_if_begun(job_store(self._config).child(*following.split("/")).url)
-        state = describe_if_begun(job_url(stage)) if begun is not None else None
-        if begun is None or state is None or begun.num_steps_recorded == 0 or not goes_further(stage):
+        store, next_store = job_store(stage), job_store(self._config.stage(following))
+        if not (store.exists("job.json") and Ledger(next_store).steps() and goes_further(stage)):
             return
+        state = describe(store.url)
         raise ConfigError(
             f"{state.url}: stage {following} has begun from step {state.step} of stage {name}, which this config would "
             f"train to step {stage.trainer.total_steps}; {following} would not see it. Keep trainer.total_steps of "

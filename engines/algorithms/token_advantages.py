@@ -83,18 +83,34 @@ def jsd(x: AdvantageInputs, p: Jsd) -> Advantages:
     assert x.teacher_logprobs is not None
     assert x.old_logprobs is not None
     student, teacher, share = x.old_logprobs / p.temperature, x.teacher_logprobs / p.temperature, p.lambda_coef
-    if share in (0, 1):
-        cost = divergence = student - teacher if share == 0 else teacher - student
-        if share == 1 and p.exact_gradient:
-            cost = 1 - np.exp(np.minimum(teacher - student, MAX_EXPONENT))
+    if p.exact_gradient:
+        cost, measured = _exact_cost(student, teacher, share), _divergence_estimate(teacher - student, share)
     else:
-        mixture = np.logaddexp(student + np.log1p(-share), teacher + np.log(share))
-        of_student = (1 - share) * (student - mixture)
-        divergence = share * (teacher - mixture) + of_student
-        cost = of_student if p.exact_gradient else divergence
-    measured = _divergence_estimate(teacher - student, share) if p.exact_gradient else divergence
+        cost = measured = _divergence_at_token(student, teacher, share)
     stats = {"distill/jsd": _mean(measured), "kl/teacher": _mean(x.old_logprobs - x.teacher_logprobs)}
     return Advantages(-p.kl_coef * cost, stats=stats)
+
+
+def _mixture(student: Float64s, teacher: Float64s, share: float) -> Float64s:
+    """[N] logprobs under the mixture, 0 < share < 1."""
+    return np.logaddexp(student + np.log1p(-share), teacher + np.log(share))
+
+
+def _exact_cost(student: Float64s, teacher: Float64s, share: float) -> Float64s:
+    """[N] whose policy gradient is that of the divergence."""
+    if share == 0:
+        return student - teacher
+    if share == 1:
+        return 1 - np.exp(np.minimum(teacher - student, MAX_EXPONENT))
+    return (1 - share) * (student - _mixture(student, teacher, share))
+
+
+def _divergence_at_token(student: Float64s, teacher: Float64s, share: float) -> Float64s:
+    """[N] J of the reference system; see `Jsd.exact_gradient`."""
+    if share in (0, 1):
+        return student - teacher if share == 0 else teacher - student
+    mixture = _mixture(student, teacher, share)
+    return share * (teacher - mixture) + (1 - share) * (student - mixture)
 
 
 def _divergence_estimate(log_ratio: Float64s, share: float) -> Float64s:
