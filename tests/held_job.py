@@ -4,8 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.checkpoint import CheckpointStore, Manifest
-from trinity_tasks.cursor import Cursor
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import Storage
 

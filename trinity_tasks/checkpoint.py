@@ -1,7 +1,7 @@
 """`CheckpointStore`: commits of a job. Objects first, then a create-only manifest, which makes the checkpoint exist.
 
 Owns: the commit protocol, choosing and restoring the latest valid commit, retention, orphans, fencing. Does not own:
-what is in a snapshot (engines) or in the cursor (`trinity_tasks.cursor`).
+what is in a snapshot (engines) or in the cursor (`trinity_tasks.buffer.cursor`).
 
     checkpoints/global_step_00000010-3f9a1c07/...   objects; the suffix is new for every try, so nothing is overwritten
     commits/00000007.json                           the manifest of commit 7
@@ -28,10 +28,10 @@ from pydantic import Field, JsonValue, ValidationError
 
 from engines.config import Frozen
 from engines.errors import CheckpointError, LeaseLost, StorageError
-from trinity_tasks.cursor import Cursor
+from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.ledger import StoredCursor
 from trinity_tasks.folders import DamagedFolder, damaged_files, fetch_folder, missing_files, store_folder
 from trinity_tasks.lease import Lease
-from trinity_tasks.ledger import StoredCursor
 from trinity_tasks.storage import DamagedObject, FileRecord, Storage
 
 FORMAT_VERSION = 1

@@ -26,9 +26,9 @@ from engines.experience import EID, Experience
 from engines.intake import filtered
 from engines.text import Tokenizer, decode_response, encode_example, encode_prompt
 from trinity_tasks.buffer import ExperienceWriter
+from trinity_tasks.buffer.row_checks import RowLimits
 from trinity_tasks.config import Config
 from trinity_tasks.rewards import RewardFn, load_reward
-from trinity_tasks.row_checks import RowLimits
 from trinity_tasks.storage import Storage
 from trinity_tasks.tasksets import Task, Taskset, build_taskset
 

@@ -7,10 +7,10 @@ from typing import Any
 from engines.config import Frozen
 from engines.errors import ConfigError, DataError
 from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.buffer.ledger import Ledger
 from trinity_tasks.checkpoint import CheckpointStore, Manifest
 from trinity_tasks.evaluator import Evaluation, read_evaluations
 from trinity_tasks.job import JobRecord, read_record
-from trinity_tasks.ledger import Ledger
 from trinity_tasks.storage import Storage
 
 

@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from engines.config import Frozen, Resume
 from engines.errors import CheckpointError, ConfigError
 from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.buffer.ledger import Ledger
+from trinity_tasks.buffer.mixed_reader import MixedReader
 from trinity_tasks.checkpoint import COMMITTED_MODEL, CheckpointStore
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import changes, fingerprint
 from trinity_tasks.lease import Lease
-from trinity_tasks.ledger import Ledger
-from trinity_tasks.mixed_reader import MixedReader
 from trinity_tasks.storage import DamagedObject, Storage
 from trinity_tasks.tracking import Tracker
 from trinity_tasks.weights import WeightStore

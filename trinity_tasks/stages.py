@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from engines.errors import ConfigError
+from trinity_tasks.buffer.ledger import Ledger
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import JobState, describe
 from trinity_tasks.job import Job, already_done, goes_further, job_store, job_url, open_tracker
-from trinity_tasks.ledger import Ledger
 from trinity_tasks.tracking import RunStatus, Tracker
 
 SUMMARY_FILE = "summary/summary.json"

@@ -23,14 +23,14 @@ from engines.errors import CheckpointError, ConfigError, StarvedError
 from engines.experience import Experience
 from engines.plugins import hint
 from engines.registry import get_trainer_wrapper as build_engine
-from trinity_tasks.buffer import Cursor
+from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.source import Batch, BatchSource, batch_metrics
 from trinity_tasks.checkpoint import Manifest
 from trinity_tasks.config import Config
 from trinity_tasks.evaluator import Evaluator
 from trinity_tasks.explorer import Explorer
 from trinity_tasks.job import Job, fetch_model, open_tracker
 from trinity_tasks.loop import Steps, training_loop
-from trinity_tasks.sampling import Batch, BatchSource, batch_metrics
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.tracking import Tracker
 

@@ -20,10 +20,10 @@ from prefect.client.schemas.objects import State
 from prefect.flows import Flow
 
 from engines.experience import Experience
+from trinity_tasks.buffer.shards import decode
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import describe
 from trinity_tasks.job import job_url
-from trinity_tasks.shards import decode
 
 FLOW_MARKS = [
     pytest.mark.integration,

@@ -9,9 +9,10 @@ from pydantic import JsonValue
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from tests.experience_rows import make_group, make_rows, uids
-from trinity_tasks.buffer import Availability, ExperienceReader, ExperienceWriter
-from trinity_tasks.cursor import BatchRef, Cursor, RowRange
-from trinity_tasks.row_checks import RowLimits
+from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.reader import Availability
+from trinity_tasks.buffer.row_checks import RowLimits
 from trinity_tasks.storage import ObjectInfo, Storage
 
 

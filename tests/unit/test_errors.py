@@ -24,12 +24,13 @@ from engines.hf.engine import HfEngine
 from tests import held_job
 from tests.experience_rows import make_rows
 from tests.tiny_llama import engine_config, groups
-from trinity_tasks.buffer import Cursor, ExperienceReader, ExperienceWriter
+from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
+from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.ledger import Ledger
+from trinity_tasks.buffer.source import BatchSource
 from trinity_tasks.config_source import load_config
 from trinity_tasks.folders import DamagedFolder
 from trinity_tasks.lease import Lease
-from trinity_tasks.ledger import Ledger
-from trinity_tasks.sampling import BatchSource
 from trinity_tasks.storage import DamagedObject, Storage
 
 

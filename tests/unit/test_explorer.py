@@ -15,7 +15,8 @@ from engines.experience import Experience
 from engines.text import build_tokenizer
 from tests.exploring import explored
 from tests.fake_engine import FakeSampler
-from trinity_tasks.buffer import Cursor, ExperienceReader
+from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import parse_config
 from trinity_tasks.explorer import Explorer, derive_seed

@@ -15,9 +15,9 @@ from engines.experience import Experience
 from engines.text import build_tokenizer
 from tests.exploring import explored
 from tests.fake_engine import FakeSampler
+from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import parse_config
-from trinity_tasks.cursor import Cursor
 from trinity_tasks.explorer import ROUND_STRIDE, Explorer, derive_seed
 from trinity_tasks.job import Job
 from trinity_tasks.storage import Storage

@@ -9,8 +9,8 @@ from engines.errors import DataError
 from engines.experience import Experience
 from tests.experience_rows import make_group, make_rows, uids
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
-from trinity_tasks.cursor import BatchRef, Cursor, RowRange
-from trinity_tasks.ledger import Ledger, LedgerEntry
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
 from trinity_tasks.storage import Storage
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from engines.errors import DataError
 from engines.experience import EID, Experience
 from tests.experience_rows import make_rows
-from trinity_tasks.row_checks import DTYPES, PER_TOKEN, RowLimits, validate
-from trinity_tasks.shards import SCHEMA, decode, encode
+from trinity_tasks.buffer.row_checks import DTYPES, PER_TOKEN, RowLimits, validate
+from trinity_tasks.buffer.shards import SCHEMA, decode, encode
 
 LIMITS = RowLimits(vocab_size=100, max_prompt_tokens=8, max_response_tokens=10, max_model_len=16)
 

@@ -10,8 +10,8 @@ import dataclasses
 from itertools import groupby
 
 from engines.experience import Experience
-from trinity_tasks.buffer import Availability, ExperienceReader
-from trinity_tasks.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.reader import Availability, ExperienceReader
 
 
 class MixedReader:

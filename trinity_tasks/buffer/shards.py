@@ -1,7 +1,7 @@
 """Experience shards: one Parquet object holds the rows of one write. Its columns, encoding and decoding.
 
 Owns: the schema and its version, bit-exact conversion of `Experience` to bytes and back, the checksum of a shard.
-Does not own: which rows are good (`trinity_tasks.row_checks`), names of objects and readers (`trinity_tasks.buffer`).
+Does not own: which rows are good (`row_checks.py`), names of objects (`layout.py`), readers (`reader.py`).
 
 A shard is plain Parquet (zstd, page checksums), readable by pandas, pyarrow, DuckDB and `datasets`. Parquet's checksums
 leave its footer uncovered, so eight bytes stand between the last page and the footer, where every reader skips them:
@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from engines.errors import DataError
 from engines.experience import EID, Experience
-from trinity_tasks.row_checks import DTYPES, EXPERIENCE_TYPES, PER_TOKEN, TRUNCATE_STATUSES, refused
+from trinity_tasks.buffer.row_checks import DTYPES, EXPERIENCE_TYPES, PER_TOKEN, TRUNCATE_STATUSES, refused
 
 SCHEMA_VERSION: Final = 1
 ROW_GROUP_ROWS: Final = 256

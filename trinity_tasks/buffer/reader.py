@@ -1,10 +1,7 @@
 """The experience buffer: writers append shards, one reader takes each row exactly once, by cursor.
 
-Owns: names of shards, their order, which rows make a batch, the end of data. Does not own: the bytes of a shard
-(`trinity_tasks.shards`), which rows a step has taken (`trinity_tasks.ledger`), waiting (`trinity_tasks.sampling`).
-
-    experiences/<buffer>/<writer>-<00000012>.parquet     create-only, never changed
-    experiences/<buffer>/<writer>.end                    {"shards": n}: this writer has written its last
+Owns: the order of shards, which rows make a batch, the end of data. Does not own: the bytes of a shard (`shards.py`),
+which rows a step has taken (`ledger.py`), waiting (`source.py`).
 
 A group (rows of one `eid.tid`) lies in one shard, its rows side by side; a batch is whole groups. To find the next
 batch costs as many store calls as it touches shards, however many were consumed before.
@@ -13,22 +10,18 @@ batch costs as many store calls as it touches shards, however many were consumed
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
-from pydantic import JsonValue
-
-from engines.errors import ConfigError, DataError
+from engines.errors import DataError
 from engines.experience import Experience
-from trinity_tasks.cursor import BatchRef, Cursor, RowRange
-from trinity_tasks.row_checks import NO_LIMITS, RowLimits, refused, validate
-from trinity_tasks.shards import Shard, decode, encode
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.layout import END, SHARD, end_name, folder_of, shard_name
+from trinity_tasks.buffer.shards import Shard, decode
 from trinity_tasks.storage import Storage
 
 CACHE_BYTES: Final = 256 * 2**20
@@ -39,23 +32,6 @@ LISTING_SHARE: Final = 0.05
 """Most of the time that listings may take while a batch is short; the folder may hold very many shards."""
 FREE_LISTING_S: Final = 0.001
 """A listing faster than this is never put off."""
-
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_SHARD: Final = re.compile(r"(?P<writer>.+)-(?P<index>\d{8,})\.parquet")
-_END: Final = ".end"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
-    """A shard as it was written."""
-
-    name: str
-    """Path below the job's folder."""
-    rows: int
-    size: int
-    """Bytes."""
-    sha256: str
-    """Hex digest of the object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,122 +48,6 @@ class Availability:
     """One phrase for each known writer: its name and what it is expected to write next."""
     filtered: int = 0
     """Rows that were there but may not be trained."""
-
-
-def _folder(buffer: str, writer: str | None = None) -> str:
-    for what, name in (("buffer", buffer), ("writer", writer)):
-        if name is not None and not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{what} name {name!r}: use letters, digits, '.', '_' and '-', and begin with one of the first two"
-            )
-    return f"experiences/{buffer}"
-
-
-def _shard_name(folder: str, writer: str, index: int) -> str:
-    return f"{folder}/{writer}-{index:08d}.parquet"
-
-
-class ExperienceWriter:
-    """Appends shards to a buffer under one writer's name, which no other process may use at the same time.
-
-    Example:
-        >>> writer = ExperienceWriter(Storage("memory://job"), "main", "agent-7")   # doctest: +SKIP
-        >>> writer.write(experiences).name                                          # doctest: +SKIP
-        'experiences/main/agent-7-00000000.parquet'
-    """
-
-    next_index: int
-    """Index of the next shard: the number of shards that this writer has written, in all its lives."""
-    ended: bool
-    """Whether `end` was called, in this life or an earlier one."""
-
-    def __init__(
-        self, store: Storage, buffer: str, writer: str, limits: RowLimits | None = None, *, durable: bool = True
-    ) -> None:
-        """`store` is the job's folder; `durable` as in `Storage.create`.
-
-        Raises ConfigError for a bad name, DataError if a shard of this writer was lost.
-        """
-        self._store = store
-        self._folder = _folder(buffer, writer)
-        self._writer = writer
-        self._limits = limits or NO_LIMITS
-        self._durable = durable
-        names = [info.name.rsplit("/", 1)[-1] for info in store.list(self._folder)]
-        matches = [match for name in names if (match := _SHARD.fullmatch(name)) and match["writer"] == writer]
-        indices = sorted(int(match["index"]) for match in matches)
-        for index, following in pairwise(indices):
-            if following != index + 1:
-                raise self._lost(index + 1)
-        self.next_index = indices[-1] + 1 if indices else 0
-        self.ended = f"{writer}{_END}" in names
-
-    def _lost(self, index: int) -> DataError:
-        return DataError(
-            f"{self._store.where(_shard_name(self._folder, self._writer, index))} is missing, yet a later shard of the "
-            "writer is to follow or exists; readers would wait for it for ever. Restore it from a copy, or use another "
-            "writer name"
-        )
-
-    def write(self, experiences: Sequence[Experience], *, index: int | None = None) -> ShardRecord:
-        """Store the rows as one new shard, all or nothing. No rows make an empty shard.
-
-        index: write this shard, not the next one. Raises DataError for a bad row (nothing is stored), FileExistsError
-        if the shard exists (nothing is changed), StorageError.
-        """
-        if self.ended:
-            raise DataError(
-                f"writer {self._writer} of {self._store.where(self._folder)} has ended, readers may be done with it; "
-                "call reopen() first, or use another writer name"
-            )
-        index = self.next_index if index is None else index
-        if index > self.next_index and not self.has_shard(index - 1):
-            raise self._lost(index - 1)
-        validate(experiences, self._limits)
-        _check_groups(experiences)
-        data = encode(experiences)
-        name = _shard_name(self._folder, self._writer, index)
-        self._store.create(name, data, durable=self._durable)
-        self.next_index = max(self.next_index, index + 1)
-        return ShardRecord(name, len(experiences), len(data), hashlib.sha256(data).hexdigest())
-
-    def has_shard(self, index: int) -> bool:
-        """Whether the shard has been written, by whatever process."""
-        return self._store.exists(_shard_name(self._folder, self._writer, index))
-
-    def end(self) -> None:
-        """Tell readers that no more will come. Idempotent.
-
-        Raises DataError if another process ended this writer at another number of shards.
-        """
-        name = f"{self._folder}/{self._writer}{_END}"
-        marker: JsonValue = {"shards": self.next_index}
-        try:
-            self._store.create_json(name, marker)
-        except FileExistsError:
-            if (found := self._store.read_json(name)) != marker:
-                raise DataError(
-                    f"{self._store.where(name)} says {found}, this process has counted {self.next_index} shards: two "
-                    "processes use one writer name. Give each its own"
-                ) from None
-        self.ended = True
-
-    def reopen(self) -> None:
-        """Take `end` back, so that more can be written. A reader that has seen the end may have stopped already."""
-        self._store.remove(f"{self._folder}/{self._writer}{_END}")
-        self.ended = False
-
-
-def _check_groups(experiences: Sequence[Experience]) -> None:
-    seen: set[str] = set()
-    previous: str | None = None
-    for index, row in enumerate(experiences):
-        group = row.eid.tid
-        if group != previous and group in seen:
-            fault = f"its group {group} began earlier and other rows came between; sort the rows by eid.tid"
-            raise refused(experiences, index, fault)
-        seen.add(group)
-        previous = group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,7 +90,7 @@ class ExperienceReader:
     ) -> None:
         """`store` is the job's folder. writers: the only ones there are; None: whoever writes, found by listing."""
         self._store = store
-        self._folder = _folder(buffer)
+        self._folder = folder_of(buffer)
         self._closed = writers is not None
         self._writers = set(writers or ())
         self._ends: dict[str, int] = {}
@@ -318,7 +178,7 @@ class ExperienceReader:
         """The oldest shard that is there. Looks for new writers, and for ends if asked, only when there is none."""
         while True:
             for index, writer in walk.heads():
-                if loaded := self._load(_shard_name(self._folder, writer, index)):
+                if loaded := self._load(shard_name(self._folder, writer, index)):
                     return writer, loaded
                 walk.dry.add(writer)
             missed = ends and self._find_missed(walk)
@@ -340,10 +200,10 @@ class ExperienceReader:
         started = self._clock()
         for info in self._store.list(self._folder):
             name = info.name.rsplit("/", 1)[-1]
-            if match := _SHARD.fullmatch(name):
+            if match := SHARD.fullmatch(name):
                 self._writers.add(match["writer"])
-            elif name.endswith(_END):
-                self._writers.add(name.removesuffix(_END))
+            elif name.endswith(END):
+                self._writers.add(name.removesuffix(END))
         self._listed_at = self._clock()
         self._listing_s = self._listed_at - started
 
@@ -357,7 +217,7 @@ class ExperienceReader:
                 continue
             if writer in walk.missed:
                 raise DataError(
-                    f"{self._store.where(_shard_name(self._folder, writer, index))} is missing, its writer ended after "
+                    f"{self._store.where(shard_name(self._folder, writer, index))} is missing, its writer ended after "
                     f"{end} shards: rows are lost. Restore it from a copy"
                 )
             again.add(writer)
@@ -368,7 +228,7 @@ class ExperienceReader:
     def _end_of(self, writer: str, index: int) -> int | None:
         if self._ends.get(writer, -1) < index:  # not known, or taken back since
             self._ends.pop(writer, None)
-            name = f"{self._folder}/{writer}{_END}"
+            name = end_name(self._folder, writer)
             try:
                 marker = self._store.read_json(name)
             except FileNotFoundError:

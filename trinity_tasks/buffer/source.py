@@ -16,8 +16,9 @@ import numpy as np
 
 from engines.errors import StarvedError
 from engines.experience import Experience
-from trinity_tasks.buffer import Availability, BatchRef, Cursor
-from trinity_tasks.ledger import Ledger, LedgerEntry, policy_versions
+from trinity_tasks.buffer.cursor import BatchRef, Cursor
+from trinity_tasks.buffer.ledger import Ledger, LedgerEntry, policy_versions
+from trinity_tasks.buffer.reader import Availability
 
 logger = logging.getLogger(__name__)
 

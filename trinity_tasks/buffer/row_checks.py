@@ -1,7 +1,7 @@
 """What a row must be: types and lengths of its columns, and the check at the door, before anything is stored.
 
 Owns: `RowLimits`, `validate`, the form of a refusal. Does not own: construction rules (`engines.experience`), encoding
-(`trinity_tasks.shards`).
+(`trinity_tasks.buffer.shards`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, PlainSerializer, ValidationError
 from engines.config import Frozen
 from engines.errors import DataError
 from engines.experience import Experience
-from trinity_tasks.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
 from trinity_tasks.storage import DamagedObject, Storage
 
 _ENTRY: Final = re.compile(r"step_(\d{8,})\.json")
