@@ -1,6 +1,7 @@
 """Things that a config chooses by name: the hint for a wrong name, and what other distributions provide.
 
-Owns: entry points, `module:attribute`, "did you mean". Does not own: which names are built in.
+Owns: entry points, `module:attribute`, "did you mean", where a function of theirs failed. Does not own: which names are
+built in.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import difflib
 import pkgutil
 import sys
+import traceback
 from collections.abc import Iterable
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from engines.errors import ConfigError
 
@@ -63,3 +66,9 @@ def hint(name: str, known: Iterable[str], label: str = "known") -> str:
         return f"did you mean {near[0]}?"
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"{label}: {', '.join(names[:MAX_NAMES])}{more}"
+
+
+def place_of(error: BaseException) -> str:
+    """File, line and function where an error was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}, in {last.name}"

@@ -6,9 +6,7 @@ Owns: the functions by name, and loading a user's own.
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 from engines import plugins
@@ -46,7 +44,7 @@ def load_reward(name: str, *, required: bool = False) -> RewardFn:
             given: object = function(task, response)
         except (Exception, SystemExit) as error:  # the user's code: whatever it does, the run says where and why
             raise DataError(
-                f"reward {name} failed with {type(error).__name__}: {error} ({_place(error)}), scoring "
+                f"reward {name} failed with {type(error).__name__}: {error} ({plugins.place_of(error)}), scoring "
                 f"{_shown(task, response)}; correct it, or let it return None for unscored"
             ) from error
         reward = _number(given)
@@ -61,11 +59,6 @@ def load_reward(name: str, *, required: bool = False) -> RewardFn:
 
 def _shown(task: Task, response: str) -> str:
     return f"task {task.index} ({task.question!r}) and response {response!r}"
-
-
-def _place(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}, in {last.name}"
 
 
 def _number(given: Any) -> float | None:
