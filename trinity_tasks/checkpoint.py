@@ -28,11 +28,12 @@ from pydantic import Field, JsonValue, ValidationError
 
 from engines.config import Frozen
 from engines.errors import CheckpointError, LeaseLost, StorageError
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.cursor import Cursor, Position
 from trinity_tasks.buffer.ledger import StoredCursor
 from trinity_tasks.folders import DamagedFolder, damaged_files, fetch_folder, missing_files, store_folder
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import DamagedObject, FileRecord, Storage
+from trinity_tasks.usage import Usage
 
 FORMAT_VERSION = 1
 _PREFIX = re.compile(r"checkpoints/global_step_\d{8,}-[0-9a-f]{8}(?=/)")
@@ -45,7 +46,9 @@ class CommitFields(TypedDict, total=False):
     """What the trainer may put into a commit beside step and files. Meaning and defaults: `Manifest`."""
 
     cursor: Cursor
+    buffer_state: JsonValue
     num_experiences: int
+    usage: Usage
     finished: bool
     attempt: int
     config_fingerprint: str
@@ -79,8 +82,12 @@ class Manifest(Frozen):
     """Relative to `prefix`. RNG, optimizer and schedule are in them: the engine's own."""
     cursor: StoredCursor = Field(default_factory=Cursor.start)
     """Rows before it are consumed."""
+    buffer_state: JsonValue = None
+    """Of the sample strategy."""
     num_experiences: int = 0
-    """How many that are: rows that all steps so far have trained on."""
+    """Rows that all steps so far have trained on, each use counted."""
+    usage: Usage = Usage()
+    """What became of the tokens that the steps so far came to."""
     finished: bool = False
     """The job had reached its end."""
     attempt: int = 0
@@ -97,6 +104,11 @@ class Manifest(Frozen):
     """What was measured in this step, for whoever looks at the job; numbers that are not finite are left out."""
     state: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further training state."""
+
+    @property
+    def position(self) -> Position:
+        """Where the next step takes its rows."""
+        return Position(self.cursor, self.buffer_state)
 
 
 def _path(number: int) -> str:

@@ -15,7 +15,8 @@ from engines.base import Sampler
 from engines.config import Frozen, ModelConfig
 from engines.errors import ConfigError, DataError
 from engines.text import Tokenizer, decode_response
-from trinity_tasks.config import Config, TasksetConfig
+from trinity_tasks.buffer_config import TasksetConfig
+from trinity_tasks.config import Config
 from trinity_tasks.explorer import derive_seed, encode_task, sample
 from trinity_tasks.rewards import RewardFn, load_reward
 from trinity_tasks.storage import Storage

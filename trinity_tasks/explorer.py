@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import JsonValue
 
 from engines.algorithms.presets import resolve
 from engines.algorithms.spec import GroupFilterParams, name_of
@@ -26,8 +28,10 @@ from engines.experience import EID, Experience
 from engines.intake import filtered
 from engines.text import Tokenizer, decode_response, encode_example, encode_prompt
 from trinity_tasks.buffer import ExperienceWriter
-from trinity_tasks.buffer.row_checks import RowLimits
+from trinity_tasks.buffer.choose import row_limits
+from trinity_tasks.buffer.notes import Notes
 from trinity_tasks.config import Config
+from trinity_tasks.operators import Dropped, Pipeline
 from trinity_tasks.rewards import RewardFn, load_reward
 from trinity_tasks.storage import Storage
 from trinity_tasks.tasksets import Task, Taskset, build_taskset
@@ -57,7 +61,10 @@ class Explorer:
     Where the algorithm mixes in an expert's experiences, a step also writes one shard of those, to their own buffer.
     """
 
-    def __init__(self, config: Config, store: Storage, tokenizer: Tokenizer, sampler: Sampler | None) -> None:
+    def __init__(
+        self, config: Config, store: Storage, tokenizer: Tokenizer, sampler: Sampler | None, *, register: bool = True
+    ) -> None:
+        """register: tell readers in other processes that this writer lives."""
         tasks = config.buffer.explorer_input
         assert tasks.taskset is not None, "Config guarantees a taskset in mode: both"
         self._config = config
@@ -66,17 +73,20 @@ class Explorer:
         self._sampler = sampler
         self._taskset: Taskset = build_taskset(tasks.taskset)
         self._reward: RewardFn = load_reward(tasks.taskset.reward_fn, required="rewards" in self._algorithm.needs)
-        limits = RowLimits(  # not the tokenizer's size: embeddings are often padded, and the model may sample what pads
-            max_prompt_tokens=config.model.max_prompt_tokens,
-            max_response_tokens=config.model.max_response_tokens,
-            max_model_len=config.model.max_model_len,
+        self._pipeline = Pipeline(config.buffer.operators, "buffer.operators")
+        buffers = config.buffer.trainer_input
+        new_writer = partial(
+            ExperienceWriter,
+            store,
+            writer=config.explorer.name,
+            limits=row_limits(config),
+            durable=False,
+            register=register,
         )
-        buffers, name = config.buffer.trainer_input, config.explorer.name
-        self._writer = ExperienceWriter(store, buffers.experience_buffer.name, name, limits, durable=False)
+        self._writer = new_writer(buffers.experience_buffer.name)
         self._experts: tuple[Taskset, ExperienceWriter] | None = None
         if config.expert_batch_size and tasks.expert_taskset is not None:
-            writer = ExperienceWriter(store, buffers.expert_buffer.name, name, limits, durable=False)
-            self._experts = build_taskset(tasks.expert_taskset), writer
+            self._experts = build_taskset(tasks.expert_taskset), new_writer(buffers.expert_buffer.name)
         self._worker = ThreadPoolExecutor(1, "explorer")
 
     @property
@@ -107,12 +117,19 @@ class Explorer:
             _keep(writer, self._demonstrations(f"expert-{step}", step, tasks), step)
         if self._config.buffer.explorer_input.default_workflow_type == "demonstrate":
             tasks = self._taskset.batch(step, self._config.buffer.batch_size)
-            rows = self._demonstrations(step, step, tasks)
-            metrics = {"explore/num_rows": float(len(rows))}
+            rows, unused, metrics = self._demonstrations(step, step, tasks), list[Dropped](), dict[str, float]()
         else:
-            rows, metrics = self._sample(step)
-        _keep(self._writer, rows, step)
-        return metrics
+            rows, unused, metrics = self._sample(step)
+        done = self._pipeline.process(rows)
+        operators = [*dict.fromkeys(row.operator for row in unused), *self._pipeline.names]
+        measured = {
+            name.removeprefix("operator/"): value
+            for name, value in done.metrics.items()
+            if not name.endswith("/num_dropped")
+        }
+        notes = Notes.of(operators, [*unused, *done.dropped], measured)
+        _keep(self._writer, done.rows, step, notes)
+        return metrics | done.metrics | {"explore/num_rows": float(len(done.rows))}
 
     def _demonstrations(self, batch: int | str, step: int, tasks: Sequence[Task]) -> list[Experience]:
         rows: list[Experience] = []
@@ -130,8 +147,8 @@ class Explorer:
             )
         return rows
 
-    def _sample(self, step: int) -> tuple[list[Experience], dict[str, float]]:
-        """The groups of a step that the filters let through, as many as there are tasks in a batch."""
+    def _sample(self, step: int) -> tuple[list[Experience], list[Dropped], dict[str, float]]:
+        """(rows, unused rows, metrics): the groups that the filters let through, as many as a batch has tasks."""
         wanted = self._config.buffer.batch_size
         filters = [each for each in self._algorithm.filters if isinstance(each, GroupFilterParams) and each.refill]
         rounds = [self._round(step, 0)]
@@ -151,7 +168,16 @@ class Explorer:
             share = 1 - wanted / sum(len(each.groups) for each in rounds)
             for row in rows:
                 row.metrics |= {"num_rounds": float(len(rounds)), "unused_share": share}
-        return rows, self._metrics(rounds, rows)
+        used = {row.eid.uid for row in rows}
+        name = "+".join(name_of(each) for each in filters)
+        unused = [
+            Dropped(row.eid.uid, name, "its group was not let through, or not needed", row.response_length)
+            for each in rounds
+            for group in each.groups
+            for row in group
+            if row.eid.uid not in used
+        ]
+        return rows, unused, self._metrics(rounds, rows)
 
     def _metrics(self, rounds: Sequence[_Round], rows: Sequence[Experience]) -> dict[str, float]:
         assert self._sampler is not None
@@ -161,7 +187,6 @@ class Explorer:
         sample_s = sum(each.sample_s for each in rounds)
         return {
             "explore/reward_mean": float(np.mean(rewards)) if rewards else 0.0,
-            "explore/num_rows": float(len(rows)),
             "explore/num_unused": float(len(sampled) - len(rows)),
             "explore/num_unscored": float(len(sampled) - len(rewards)),
             "explore/num_tokens": float(num_tokens),
@@ -227,14 +252,18 @@ class Explorer:
             self._experts[1].end()
 
     def close(self) -> None:
-        """Stop the worker thread. Idempotent."""
+        """Stop the worker thread and the signs of life. Idempotent."""
         self._worker.shutdown()
+        for writer in (self._writer, *(self._experts or ())[1:]):
+            writer.close()
 
 
-def _keep(writer: ExperienceWriter, rows: Sequence[Experience], step: int) -> None:
+def _keep(
+    writer: ExperienceWriter, rows: Sequence[Experience], step: int, notes: Mapping[str, JsonValue] | None = None
+) -> None:
     """Write the shard of a step; one that was written before, by this or another process, is kept."""
     with contextlib.suppress(FileExistsError):
-        writer.write(rows, index=step)
+        writer.write(rows, index=step, notes=notes)
     writer.next_index = step + 1
 
 

@@ -19,9 +19,8 @@ from pydantic import ValidationError
 
 from engines.config import Frozen, Resume
 from engines.errors import CheckpointError, ConfigError
-from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.buffer.choose import strategy_for
 from trinity_tasks.buffer.ledger import Ledger
-from trinity_tasks.buffer.mixed_reader import MixedReader
 from trinity_tasks.checkpoint import COMMITTED_MODEL, CheckpointStore
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import changes, fingerprint
@@ -78,14 +77,7 @@ class Job:
         self.checkpoints = CheckpointStore(store, lease, keep=config.trainer.max_checkpoints_to_keep)
         self.ledger = Ledger(store, durable=False)  # every commit flushes, and a resume makes later ones again
         self.weights = WeightStore(store, lease)
-        buffer = config.buffer.trainer_input.experience_buffer.name
-        writers = [config.explorer.name] if config.mode == "both" else None
-        sampled = ExperienceReader(store, buffer, writers=writers)
-        self.reader: ExperienceReader | MixedReader = sampled
-        if num_experts := config.expert_batch_size:
-            name = config.buffer.trainer_input.expert_buffer.name
-            experts = ExperienceReader(store, name, writers=writers)
-            self.reader = MixedReader(sampled, experts, name, num_experts)
+        self.strategy = strategy_for(config, store)
 
     @property
     def url(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from engines.errors import ConfigError, DataError
 from engines.plugins import hint
-from trinity_tasks.config import TasksetConfig
+from trinity_tasks.buffer_config import TasksetConfig
 from trinity_tasks.storage import Storage
 
 STRIDE = 1_000_003

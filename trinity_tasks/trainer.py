@@ -23,7 +23,7 @@ from engines.errors import CheckpointError, ConfigError, StarvedError
 from engines.experience import Experience
 from engines.plugins import hint
 from engines.registry import get_trainer_wrapper as build_engine
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.cursor import Position
 from trinity_tasks.buffer.source import Batch, BatchSource, batch_metrics
 from trinity_tasks.checkpoint import Manifest
 from trinity_tasks.config import Config
@@ -33,6 +33,7 @@ from trinity_tasks.job import Job, fetch_model, open_tracker
 from trinity_tasks.loop import Steps, training_loop
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.tracking import Tracker
+from trinity_tasks.usage import Usage
 
 __all__ = ["TrainEngineWrapper", "Trainer", "get_trainer_wrapper"]
 
@@ -84,8 +85,9 @@ class Trainer:
         """Job whose MLflow run is the parent of this one's. Set it before `prepare`."""
         self.resumed_from: int | None = None
         """Step of the checkpoint that `prepare` restored."""
-        self._cursor = Cursor.start()
+        self._position = Position()
         self._num_experiences = 0
+        self._usage = Usage()
         self._metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
         self._data_ended = False
@@ -121,10 +123,11 @@ class Trainer:
         pending: list[dict[str, Any]] = json.loads(spool.read_text()) if manifest is not None else []
         self.tracker = open_tracker(self.job, pending, self.parent_job_id)
         self.source = BatchSource(
-            self.job.reader,
+            self.job.strategy,
             self.job.ledger,
-            batch_size=self.config.train_batch_size,
             timeout_s=self.config.buffer.trainer_input.experience_buffer.max_read_timeout,
+            last_batch=self.config.buffer.trainer_input.last_batch,
+            read_ahead=self.config.mode == "train",
         )
         self.synchronizer = Synchronizer(self.job.weights)
         self.engine.weights_sink = self.synchronizer.publish_memory
@@ -147,7 +150,8 @@ class Trainer:
                 f"{self.job.url}: commit {manifest.number} is of step {manifest.step}, the engine restored step "
                 f"{self.train_step_num}; the snapshot is not the engine's: check trainer.trainer_type"
             )
-        self._cursor = manifest.cursor
+        self._position = manifest.position
+        self._usage = manifest.usage
         self._num_experiences = manifest.num_experiences
         self._last_metrics = dict(manifest.metrics)
         self._saved = (manifest.step, manifest.finished)
@@ -164,7 +168,7 @@ class Trainer:
             )
         sampler = self.engine.make_sampler() if workflow == "sample" or self._eval_tasksets else None
         tokenizer = self.engine.tokenizer
-        self.explorer = Explorer(self.config, self.job.store, tokenizer, sampler)
+        self.explorer = Explorer(self.config, self.job.store, tokenizer, sampler, register=False)
         self.job.note_tasks(self.explorer.tasks_sha256)
         if sampler is not None:
             self.synchronizer.subscribe(sampler)  # it has the current weights already
@@ -185,6 +189,8 @@ class Trainer:
                 last_first.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             if hasattr(self, "job"):
                 last_first.callback(self.job.close)
+            if hasattr(self, "source"):
+                last_first.callback(self.source.close)
             if hasattr(self, "tracker"):
                 last_first.callback(self._close_tracker)
             last_first.push_async_callback(self.engine.shutdown)
@@ -242,7 +248,7 @@ class Trainer:
     @property
     def needs_experiences(self) -> bool:
         """In mode both: the buffer holds less than a batch."""
-        return self.explorer is not None and not self.source.has_batch(self._cursor)
+        return self.explorer is not None and not self.source.has_batch(self.train_step_num + 1, self._position)
 
     @property
     def needs_evaluation(self) -> bool:
@@ -289,27 +295,28 @@ class Trainer:
         if batch is None:
             self._data_ended = not self.stop_requested
             return None
+        usage = self._usage.after(batch.entry, batch.experiences)
         metrics = await self.train_step(batch.experiences)
-        self._cursor = batch.cursor
+        self._position, self._usage = batch.entry.after, usage
         self._num_experiences += len(batch.experiences)
+        self._metrics |= usage.metrics()
         return metrics
 
     async def _sample_data(self) -> Batch | None:
         step = self.train_step_num + 1
         started = time.perf_counter()
-        waiting = asyncio.ensure_future(self.source.next_batch(step, self._cursor, attempt=self.job.record.attempt))
+        waiting = asyncio.ensure_future(self.source.next_batch(step, self._position, attempt=self.job.record.attempt))
         try:
-            while not waiting.done():
+            while not (await asyncio.wait({waiting}, timeout=SYNC_POLL_S))[0]:
                 if self.stop_requested:
                     return None
                 if await self.need_sync():  # a starving explorer may need newer weights to produce at all
                     await self.sync_weight()
-                await asyncio.wait({waiting}, timeout=SYNC_POLL_S)
         finally:
             waiting.cancel()
         batch = waiting.result()
         if batch is not None:
-            self._metrics |= batch_metrics(batch.experiences, step)
+            self._metrics |= batch_metrics(batch.experiences, batch.entry)
             self._metrics["time/read_experience_s"] = time.perf_counter() - started
         return batch
 
@@ -447,8 +454,10 @@ class Trainer:
         commit(
             staged,
             step=step,
-            cursor=self._cursor,
+            cursor=self._position.cursor,
+            buffer_state=self._position.state,
             num_experiences=self._num_experiences,
+            usage=self._usage,
             finished=self.finished,
             config_fingerprint=self.job.record.config_fingerprint,
             code_version=self.job.record.code_version,

@@ -32,7 +32,7 @@ from tests.integration.flow_runs import (
 )
 from tests.integration.job_digest import final_state, ledger, metrics
 from trinity_tasks import tasks
-from trinity_tasks.buffer import ExperienceReader
+from trinity_tasks.buffer.strategies import Fifo
 from trinity_tasks.config import Config
 from trinity_tasks.inspection import describe
 from trinity_tasks.job import job_url
@@ -229,7 +229,7 @@ def test_a_stop_ends_after_the_step_that_runs_with_a_commit_and_goes_on_later(
 
 def test_a_stop_ends_the_wait_for_data(job_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = fake_config(job_root, "mode=train")
-    signals_at(monkeypatch, ExperienceReader, "availability", 2)
+    signals_at(monkeypatch, Fifo, "availability", 2)
     state = run(train, config)
     assert state.is_cancelled()
     assert state.message == "fake: stopped before its first step; run it again to go on"

@@ -36,9 +36,10 @@ from tests.tiny_llama import VOCABULARY, engine_config, groups, model_config
 from tests.unit.test_buffer import CountingStorage, reader_of
 from tests.unit.test_hf_engine import after_one_step, assert_equal_weights
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter, source
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.cursor import Cursor, Position
 from trinity_tasks.buffer.ledger import Ledger
 from trinity_tasks.buffer.source import BatchSource
+from trinity_tasks.buffer.strategies import Fifo
 from trinity_tasks.inspection import describe, trace_step
 from trinity_tasks.job import job_store, job_url
 from trinity_tasks.storage import Storage
@@ -112,9 +113,9 @@ def test_a_wait_for_data_says_what_is_missing(
     monkeypatch.setattr(source, "POLL_S", 0.01)
     store = Storage(str(tmp_path))
     ExperienceWriter(store, "main", "agent").write(make_rows(31, 1))
-    batches = BatchSource(ExperienceReader(store, "main"), Ledger(store), batch_size=32, timeout_s=0.1)
+    batches = BatchSource(Fifo(ExperienceReader(store, "main"), 32), Ledger(store), timeout_s=0.1)
     with pytest.raises(StarvedError, match=r"step 1 waited .* s for experiences: 31 available, 0 filtered, 32 needed"):
-        asyncio.run(batches.next_batch(1, Cursor.start(), attempt=1))
+        asyncio.run(batches.next_batch(1, Position(), attempt=1))
     said = [text for text in caplog.messages if "waits for experiences" in text]
     assert len(said) >= 2
     assert "31 available, 0 filtered, 32 needed; writers: agent" in said[0]

@@ -23,7 +23,8 @@ from engines.text import Tokenizer, build_tokenizer, encode_example
 from tests.integration.small_job import train
 from tests.learning.spelling import CONFIG
 from trinity_tasks.buffer import ExperienceWriter
-from trinity_tasks.config import Config, TasksetConfig, deep_merge
+from trinity_tasks.buffer_config import TasksetConfig
+from trinity_tasks.config import Config, deep_merge
 from trinity_tasks.config_source import load_config
 from trinity_tasks.inspection import JobState, describe
 from trinity_tasks.job import job_store

@@ -8,11 +8,11 @@ from pydantic import JsonValue
 
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
-from tests.experience_rows import make_group, make_rows, uids
-from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
+from tests.experience_rows import FifoReader, make_group, make_rows, uids
+from trinity_tasks.buffer import ExperienceWriter
 from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
-from trinity_tasks.buffer.reader import Availability
 from trinity_tasks.buffer.row_checks import RowLimits
+from trinity_tasks.buffer.strategies import Availability
 from trinity_tasks.storage import ObjectInfo, Storage
 
 
@@ -41,12 +41,12 @@ def store(tmp_path: Any) -> CountingStorage:
     return CountingStorage(str(tmp_path / "job"))
 
 
-def reader_of(store: Storage, **options: Any) -> ExperienceReader:
+def reader_of(store: Storage, **options: Any) -> FifoReader:
     """A reader whose clock stands still, so that it never puts off a listing."""
-    return ExperienceReader(store, "main", clock=lambda: 0.0, **options)
+    return FifoReader(store, clock=lambda: 0.0, **options)
 
 
-def drain(reader: ExperienceReader, cursor: Cursor, num_rows: int, *, partial: bool = True) -> list[list[str]]:
+def drain(reader: FifoReader, cursor: Cursor, num_rows: int, *, partial: bool = True) -> list[list[str]]:
     """Identities of every batch that there is from the cursor on."""
     batches: list[list[str]] = []
     while claimed := reader.claim(cursor, num_rows, partial=partial):
@@ -203,20 +203,20 @@ def test_a_shard_that_is_replaced_or_lost_is_not_taken_for_the_claimed_one(store
 
 
 def test_a_batch_never_cuts_a_group(store: CountingStorage) -> None:
+    """Where the next group does not fit, the batch ends; one that fits no batch is named."""
     writer = ExperienceWriter(store, "main", "a")
     writer.write([row for task in range(3) for row in make_group(0, task, 4)])
     writer.write(make_group(1, 0, 3))
+    writer.end()
+    for size, expected in ((10, [8, 7]), (14, [12, 3]), (15, [15]), (4, [4, 4, 4, 3]), (6, [4, 4, 4, 3])):
+        batches = drain(reader_of(store), Cursor.start(), size)
+        assert [len(batch) for batch in batches] == expected
+        assert [uid for batch in batches for uid in batch] == uids([*make_rows(3, 4), *make_group(1, 0, 3)])
     with pytest.raises(
         DataError,
-        match=r"a batch of 10 rows would cut a group: 8 rows are taken, and the next group, 0/2 in .*a-00000000.parquet"
-        r", has 4 where 2 fit.*train_batch_size must be a multiple of the group size",
+        match=r"group 0/0 in .*main/a-00000000.parquet has 4 rows, a batch has 3.*raise buffer.train_batch_size",
     ):
-        reader_of(store).claim(Cursor.start(), 10)
-    with pytest.raises(DataError, match=r"0 rows are taken, and the next group, 0/0 in .* has 4 where 2 fit"):
-        reader_of(store).claim(Cursor.start(), 2)
-    with pytest.raises(DataError, match=r"12 rows are taken, and the next group, 1/0 in .* has 3 where 2 fit"):
-        reader_of(store).claim(Cursor.start(), 14)
-    assert [len(batch) for batch in drain(reader_of(store), Cursor.start(), 15, partial=False)] == [15]
+        reader_of(store).claim(Cursor.start(), 3)
 
 
 def test_a_scattered_group_is_refused_at_the_door(store: CountingStorage) -> None:
@@ -239,7 +239,7 @@ def test_a_bad_row_stores_nothing(store: CountingStorage) -> None:
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
-def calls_per_batch(store: CountingStorage, reader: ExperienceReader, num_shards: int) -> list[list[tuple[str, str]]]:
+def calls_per_batch(store: CountingStorage, reader: FifoReader, num_shards: int) -> list[list[tuple[str, str]]]:
     """Store calls of each step of a loop that asks, produces when short, and takes: one shard is one batch."""
     writer = ExperienceWriter(store, "main", "a", durable=False)
     cursor, counted = Cursor.start(), []
@@ -289,35 +289,39 @@ def test_memory_is_bounded_and_a_small_cache_is_only_slower(store: CountingStora
     reader = reader_of(store, cache_bytes=1)
     claimed = reader.claim(Cursor.start(), 48)
     assert claimed is not None
-    assert len(reader._cache) == 1
+    assert len(reader.reader._cache) == 1
     assert len(reader.read(claimed[0])) == 48
-    assert len(reader._cache) == 0
+    assert len(reader.reader._cache) == 0
 
 
 def test_slow_listings_are_put_off(store: CountingStorage) -> None:
-    """A listing that takes 1 s is made at most every 20 s while a batch is short; a new writer is found then."""
+    """A writer that did not register is found by listing everything: if that takes 1 s, at most every 20 s."""
     now = 0.0
 
     class SlowListing(CountingStorage):
         def list(self, prefix: str = "", *, recursive: bool = False) -> list[ObjectInfo]:
             nonlocal now
-            now += 1.0
+            now += 1.0 if prefix == "experiences/main" else 0.0
             return super().list(prefix, recursive=recursive)
 
     slow = SlowListing(store.url)
-    reader = ExperienceReader(slow, "main", clock=lambda: now)
+    reader = FifoReader(slow, clock=lambda: now)
     assert reader.claim(Cursor.start(), 2) is None
-    ExperienceWriter(store, "main", "a").write(make_rows(1, 2))
-    listings = len([call for call in slow.calls if call[0] == "list"])
+    ExperienceWriter(store, "main", "a", register=False).write(make_rows(1, 2))
+    listings = slow.calls.count(("list", "experiences/main"))
     while reader.claim(Cursor.start(), 2) is None:
         now += 0.5
     assert 20.0 <= now <= 25.0
-    assert len([call for call in slow.calls if call[0] == "list"]) == listings + 1
+    assert slow.calls.count(("list", "experiences/main")) == listings + 1
+    ExperienceWriter(store, "main", "b").write(make_rows(1, 2))
+    claimed = reader.claim(Cursor.start().moved("a", 1, 0), 2)  # this one registered, and is found at once
+    assert claimed is not None
+    assert slow.calls.count(("list", "experiences/main")) == listings + 1
 
 
 def test_a_new_writer_is_found_while_others_fill_every_batch(store: CountingStorage) -> None:
     now = 0.0
-    reader, cursor = ExperienceReader(store, "main", clock=lambda: now), Cursor.start()
+    reader, cursor = FifoReader(store, clock=lambda: now), Cursor.start()
     writer = ExperienceWriter(store, "main", "b")
     seen: list[str] = []
     for step in range(4):
@@ -446,7 +450,7 @@ def test_bad_names_are_refused(store: CountingStorage, name: str) -> None:
     for make in (
         lambda: ExperienceWriter(store, "main", name),
         lambda: ExperienceWriter(store, name, "a"),
-        lambda: ExperienceReader(store, name),
+        lambda: FifoReader(store, name),
     ):
         with pytest.raises(ConfigError, match="use letters, digits"):
             make()

@@ -25,9 +25,10 @@ from tests import held_job
 from tests.experience_rows import make_rows
 from tests.tiny_llama import engine_config, groups
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.cursor import Position
 from trinity_tasks.buffer.ledger import Ledger
 from trinity_tasks.buffer.source import BatchSource
+from trinity_tasks.buffer.strategies import Fifo
 from trinity_tasks.config_source import load_config
 from trinity_tasks.folders import DamagedFolder
 from trinity_tasks.lease import Lease
@@ -80,8 +81,8 @@ def file_in_the_way(folder: Path) -> None:
 def too_few_rows(folder: Path) -> None:
     store = Storage(str(folder))
     ExperienceWriter(store, "main", "agent").write(make_rows(1, 4))
-    source = BatchSource(ExperienceReader(store, "main"), Ledger(store), batch_size=8, timeout_s=0.05)
-    asyncio.run(source.next_batch(3, Cursor.start(), attempt=1))
+    source = BatchSource(Fifo(ExperienceReader(store, "main"), 8), Ledger(store), timeout_s=0.05)
+    asyncio.run(source.next_batch(3, Position(), attempt=1))
 
 
 def held_by_another(folder: Path) -> None:

@@ -13,9 +13,9 @@ from engines.config import TokenizerConfig
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from engines.text import build_tokenizer
+from tests.experience_rows import FifoReader
 from tests.exploring import explored
 from tests.fake_engine import FakeSampler
-from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import parse_config
@@ -70,7 +70,7 @@ def explore(
 
 def rows(store: Storage, num_rows: int) -> list[Experience]:
     """The first rows of the buffer."""
-    reader = ExperienceReader(store, "main")
+    reader = FifoReader(store)
     claimed = reader.claim(Cursor.start(), num_rows)
     assert claimed is not None
     return reader.read(claimed[0])
@@ -260,7 +260,7 @@ def test_an_ended_explorer_leaves_a_buffer_with_an_end(store: Storage) -> None:
     asyncio.run(explorer.explore_step())
     explorer.end()
     explorer.close()
-    reader = ExperienceReader(store, "main")
+    reader = FifoReader(store)
     assert not reader.availability(Cursor.start(), TASKS * GROUP).ended
     assert reader.availability(Cursor.start(), TASKS * GROUP + 1).ended
 

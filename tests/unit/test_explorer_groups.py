@@ -15,11 +15,12 @@ from engines.experience import Experience
 from engines.text import build_tokenizer
 from tests.exploring import explored
 from tests.fake_engine import FakeSampler
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.choose import strategy_for
+from trinity_tasks.buffer.cursor import Cursor, Position
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import parse_config
 from trinity_tasks.explorer import ROUND_STRIDE, Explorer, derive_seed
-from trinity_tasks.job import Job
+from trinity_tasks.job import Job, job_store
 from trinity_tasks.storage import Storage
 from trinity_tasks.tasksets import Task
 
@@ -63,13 +64,10 @@ def explore(store: Storage, settings: Config, sampler: FakeSampler, num_steps: i
 
 def batch(settings: Config, cursor: Cursor) -> tuple[list[Experience], Cursor]:
     """The next batch that a trainer of this config would take."""
-    job = Job.open(settings)
-    try:
-        claimed = job.reader.claim(cursor, settings.train_batch_size)
-        assert claimed is not None
-        return job.reader.read(claimed[0]), claimed[1]
-    finally:
-        job.close()
+    strategy = strategy_for(settings, job_store(settings))
+    claim = strategy.claim(Position(cursor), 1)
+    assert claim is not None
+    return strategy.read(claim.ref), claim.after.cursor
 
 
 # What a user may name as reward_fn: right for the second half of the tasks of a round only, by run or for all runs.

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from engines.errors import LeaseLost
-from trinity_tasks.lease import Lease, LeaseRecord, Process, read_holder
+from trinity_tasks.lease import Lease, LeaseRecord, read_holder
+from trinity_tasks.process import Process
 from trinity_tasks.storage import Storage
 
 OTHER_MACHINE = Process(host="far", boot_id="other", pid_namespace="pid:[1]", pid=7, started="1")

@@ -1,5 +1,7 @@
 """A step has one ledger entry, for ever: whoever comes second gets the first one's rows."""
 
+import contextlib
+import hashlib
 import threading
 from datetime import UTC, datetime
 
@@ -7,17 +9,19 @@ import pytest
 
 from engines.errors import DataError
 from engines.experience import Experience
-from tests.experience_rows import make_group, make_rows, uids
-from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
-from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from tests.experience_rows import make_group, make_rows
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, PassedRows, Position, RowRange
 from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
+from trinity_tasks.buffer.notes import Notes
+from trinity_tasks.buffer.strategies import Claim
 from trinity_tasks.storage import Storage
 
 
 def entry_of(step: int, attempt: int, rows: list[Experience], before: Cursor, shard: int = 0) -> LedgerEntry:
     name = f"experiences/main/a-{shard:08d}.parquet"
     ref = BatchRef((RowRange(name, 0, len(rows), "ab" * 32),), len(rows))
-    return LedgerEntry.of(step, ref, rows, before=before, after=before.moved("a", shard + 1, 0), attempt=attempt)
+    claim = Claim(ref, Position(before.moved("a", shard + 1, 0)))
+    return LedgerEntry.of(step, claim, rows, before=Position(before), attempt=attempt)
 
 
 def test_the_first_entry_of_a_step_stays(store_url: str) -> None:
@@ -26,9 +30,11 @@ def test_the_first_entry_of_a_step_stays(store_url: str) -> None:
     with pytest.raises(FileNotFoundError):
         ledger.read(1)
     first = entry_of(1, 1, make_rows(2, 2), Cursor.start())
-    assert ledger.record(first) == first
-    assert ledger.record(entry_of(1, 2, make_rows(3, 2), Cursor.start(), shard=5)) == first
-    assert ledger.read(1) == first
+    assert ledger.recorded(1, Position()) is None
+    ledger.record(first)
+    with pytest.raises(FileExistsError):
+        ledger.record(entry_of(1, 2, make_rows(3, 2), Cursor.start(), shard=5))
+    assert ledger.read(1) == ledger.recorded(1, Position()) == first
     for step in (100, 20):
         ledger.record(entry_of(step, 1, make_rows(1, 1), Cursor.start()))
     assert ledger.steps() == [1, 20, 100]
@@ -45,58 +51,71 @@ def test_an_entry_says_what_trained() -> None:
     assert stored == {
         "step": 3,
         "attempt": 2,
-        "ranges": [{"shard": "experiences/main/a-00000002.parquet", "start": 0, "stop": 4, "sha256": "ab" * 32}],
+        "ranges": {"shards": [["experiences/main/a-00000002.parquet", "ab" * 32]], "rows": [[0, 0, 4]]},
         "num_rows": 4,
         "num_groups": 2,
         "policy_versions": {"min": 4, "max": 8, "mean": 5.0},
         "cursor_before": {"a": [2, 0]},
         "cursor_after": {"a": [3, 0]},
+        "state_before_sha256": hashlib.sha256(b"null").hexdigest(),
+        "state_after": None,
+        "passed": [],
+        "dropped": {},
+        "measured": {},
+        "reused_tokens": 0,
     }
 
 
-def test_a_replayed_step_takes_the_recorded_rows(tmp_path: object) -> None:
-    """New shards that arrive after a crash would change what a claim gives; the ledger wins."""
-    store = Storage(str(tmp_path))
-    ledger = Ledger(store)
-    ExperienceWriter(store, "main", "b").write(make_rows(2, 2, batch="b"))
-    trained: list[list[str]] = []
-    for attempt in (1, 2):
-        reader = ExperienceReader(store, "main")
-        claimed = reader.claim(Cursor.start(), 4)
-        assert claimed is not None
-        ref, after = claimed
-        entry = ledger.record(
-            LedgerEntry.of(1, ref, reader.read(ref), before=Cursor.start(), after=after, attempt=attempt)
-        )
-        trained.append(uids(reader.read(entry.ref)))
-        assert (entry.attempt, entry.cursor_after.to_json()) == (1, {"b": [1, 0]})
-        ExperienceWriter(store, "main", "a").write(make_rows(2, 2, batch="a"))
-    assert trained == [uids(make_rows(2, 2, batch="b"))] * 2
+def test_everything_in_an_entry_comes_back(tmp_path: object) -> None:
+    """A pool's state, what was passed and why, what operators dropped, ranges of several shards."""
+    shards = [f"experiences/main/{name}-00000000.parquet" for name in "ab"]
+    ranges = tuple(RowRange(shards[n], start, start + 2, f"{n}" * 64) for n, start in ((0, 4), (1, 0), (0, 0)))
+    before = Position(Cursor.start(), {"groups": [[0, 1, 2.5]]})
+    claim = Claim(
+        BatchRef(ranges, 6),
+        Position(Cursor.start().moved("a", 1, 0), {"groups": []}),
+        passed=(PassedRows(shards[1], 2, 5, "stale", 17), PassedRows(shards[1], 0, 0, "damaged")),
+        reused_tokens=3,
+    )
+    notes = [
+        Notes(operators=("f", "g"), dropped=(("1/2/3/4/x", "f", "too bad", 5),), measured={"g/mean": 1.0}),
+        Notes(operators=("f", "g"), dropped=(("1/2/3/5/x", "f", "too bad", 6),), measured={"g/mean": 4.0}),
+    ]
+    ledger = Ledger(Storage(str(tmp_path)))
+    entry = LedgerEntry.of(1, claim, make_rows(3, 2), before=before, attempt=1, notes=notes)
+    ledger.record(entry)
+    assert ledger.recorded(1, before) == entry
+    assert (entry.ranges, entry.after, entry.passed) == (ranges, claim.after, claim.passed)
+    assert (entry.dropped, entry.measured) == ({"f": (2, 11), "g": (0, 0)}, {"g/mean": 2.5})
+    with pytest.raises(DataError, match=r"with a state of sha256 [0-9a-f]{64}, the checkpoint says"):
+        ledger.recorded(1, Position(Cursor.start(), {"groups": [[0, 1, 2.25]]}))
 
 
 def test_of_many_writers_one_wins(tmp_path: object) -> None:
     store = Storage(str(tmp_path))
-    results: list[LedgerEntry] = []
+    entries = [entry_of(1, attempt, make_rows(attempt + 1, 1), Cursor.start()) for attempt in range(8)]
+    won: list[LedgerEntry] = []
 
-    def record(attempt: int) -> None:
-        results.append(Ledger(store).record(entry_of(1, attempt, make_rows(attempt + 1, 1), Cursor.start())))
+    def record(entry: LedgerEntry) -> None:
+        with contextlib.suppress(FileExistsError):
+            Ledger(store).record(entry)
+            won.append(entry)
 
-    threads = [threading.Thread(target=record, args=(attempt,)) for attempt in range(8)]
+    threads = [threading.Thread(target=record, args=(entry,)) for entry in entries]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 8
-    assert all(result == results[0] == Ledger(store).read(1) for result in results)
+    assert won == [Ledger(store).read(1)]
 
 
 def test_an_entry_of_another_history_is_refused(tmp_path: object) -> None:
     ledger = Ledger(Storage(str(tmp_path)))
     ledger.record(entry_of(2, 1, make_rows(1, 2), Cursor.start().moved("a", 1, 0), shard=1))
     with pytest.raises(
-        DataError, match=r"step_00000002.json begins at \{'a': \[1, 0\]\}, the checkpoint says \{\}: rows"
+        DataError, match=r"step_00000002.json begins at \{'a': \[1, 0\]\} with .*, the checkpoint says \{\} and"
     ):
-        ledger.record(entry_of(2, 2, make_rows(1, 2), Cursor.start()))
+        ledger.recorded(2, Position())
 
 
 @pytest.mark.parametrize("content", ["[]", '{"step": 1}', '{"cursor_before": 3}'])

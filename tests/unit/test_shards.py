@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from engines.errors import DataError
 from engines.experience import EID, Experience
 from tests.experience_rows import make_rows
+from trinity_tasks.buffer.encoding import encode
 from trinity_tasks.buffer.row_checks import DTYPES, PER_TOKEN, RowLimits, validate
-from trinity_tasks.buffer.shards import SCHEMA, decode, encode
+from trinity_tasks.buffer.schema import SCHEMA
+from trinity_tasks.buffer.shards import decode
 
 LIMITS = RowLimits(vocab_size=100, max_prompt_tokens=8, max_response_tokens=10, max_model_len=16)
 
@@ -202,7 +204,9 @@ def test_a_shard_of_another_program_is_read() -> None:
     (first, *_) = decode(foreign_shard(rows, without_optional_columns), "shard").rows(0, 6)
     assert first.tokens.tolist() == rows[0].tokens.tolist()
     assert first.info == {"task_index": 7}
-    assert (first.reward, first.action_mask) == (None, None)
+    assert first.reward is None
+    assert first.action_mask is not None
+    assert first.action_mask.tolist() == [True] * first.response_length
     assert_same_rows(decode(foreign_shard(rows), "shard").rows(0, 6), rows)
 
 
@@ -364,9 +368,7 @@ def test_a_bad_row_is_refused_by_name(spoil: Callable[[Experience], None], reaso
     rows = [good_row(0), good_row(1), good_row(2)]
     validate(rows, LIMITS)
     spoil(rows[1])
-    with pytest.raises(
-        DataError, match=rf"row 1 of 3, experience 4?/2/1/0/abc123: {reason}.*Nothing of this write was"
-    ):
+    with pytest.raises(DataError, match=rf"row 1 of 3, experience 4?/2/1/0/abc123: {reason}"):
         validate(rows, LIMITS)
 
 

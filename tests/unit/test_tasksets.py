@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engines.errors import ConfigError, DataError
-from trinity_tasks.config import TasksetConfig
+from trinity_tasks.buffer_config import TasksetConfig
 from trinity_tasks.storage import Storage
 from trinity_tasks.tasksets import Taskset, build_taskset
 

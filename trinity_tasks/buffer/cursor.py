@@ -1,12 +1,15 @@
-"""Where a reader is and what it took: `Cursor`, `RowRange`, `BatchRef`. Values that go into commits and the ledger.
+"""Where a trainer is and what it took: `Position`, `RowRange`, `BatchRef`. Values that go into commits and the ledger.
 
-Owns: their JSON. Does not own: moving a cursor, which is `trinity_tasks.buffer`'s.
+Owns: their JSON. Does not own: moving a cursor (`reader.py`), the meaning of a strategy's state (`strategies.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 from pydantic import JsonValue
 
@@ -31,6 +34,40 @@ class BatchRef:
 
     ranges: tuple[RowRange, ...]
     num_rows: int
+
+
+PassReason = Literal["stale", "evicted", "damaged"]
+"""Why rows were left behind untrained: too old, pushed out of a full pool, or in a shard that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRows:
+    """Rows that a step left behind for ever: start to stop - 1 of one shard."""
+
+    shard: str
+    start: int
+    stop: int
+    """Equal to `start` if the shard cannot be read, so that nobody knows."""
+    reason: PassReason
+    num_tokens: int = 0
+    """Response tokens."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows, as far as is known."""
+        return self.stop - self.start
+
+
+def joined(ranges: Iterable[RowRange]) -> tuple[RowRange, ...]:
+    """The same rows in the same order, neighbours in one range."""
+    result: list[RowRange] = []
+    for part in ranges:
+        last = result[-1] if result else None
+        if last is not None and (last.shard, last.stop) == (part.shard, part.start):
+            result[-1] = replace(last, stop=part.stop)
+        else:
+            result.append(part)
+    return tuple(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +124,17 @@ class Cursor:
             shard, row = cast("list[int]", position)
             cursor = cursor.moved(writer, shard, row)
         return cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Everything that decides which rows come next, but for what producers write."""
+
+    cursor: Cursor = field(default_factory=Cursor)
+    state: JsonValue = None
+    """Of the sample strategy; None if it needs none."""
+
+    @property
+    def state_sha256(self) -> str:
+        """Hex digest of the state."""
+        return hashlib.sha256(json.dumps(self.state, sort_keys=True).encode()).hexdigest()

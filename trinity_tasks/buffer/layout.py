@@ -1,37 +1,81 @@
-"""Names of what lies in a buffer's folder: shards, and the markers of their writers.
+"""Names of what lies in a buffer's folder.
 
-experiences/<buffer>/<writer>-<00000012>.parquet     create-only, never changed
+experiences/<buffer>/<writer>-<00000012>.parquet     a shard: create-only, never changed
 experiences/<buffer>/<writer>.end                    {"shards": n}: this writer has written its last
+experiences/<buffer>/writers/<writer>.json           who writes under this name, and when it was last alive
+experiences/<buffer>/damaged/<shard>.json            a shard that could not be read, and why
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 from engines.errors import ConfigError
 
-SHARD: Final = re.compile(r"(?P<writer>.+)-(?P<index>\d{8,})\.parquet")
 END: Final = ".end"
 
+_SHARD: Final = re.compile(r"(?P<writer>.+)-(?P<index>\d{8,})\.parquet")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def folder_of(buffer: str, writer: str | None = None) -> str:
-    """The folder of a buffer below the job's. Raises ConfigError for a bad name of buffer or writer."""
-    for what, name in (("buffer", buffer), ("writer", writer)):
-        if name is not None and not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{what} name {name!r}: use letters, digits, '.', '_' and '-', and begin with one of the first two"
-            )
-    return f"experiences/{buffer}"
+@dataclass(frozen=True, slots=True, order=True)
+class ShardId:
+    """Which shard of a buffer. The order of shards is that of their indices, then of their writers' names."""
+
+    index: int
+    writer: str
+
+    @property
+    def file_name(self) -> str:
+        """Within the buffer's folder."""
+        return f"{self.writer}-{self.index:08d}.parquet"
+
+    @classmethod
+    def parse(cls, path: str) -> Self | None:
+        """The shard of a path or file name; None if it is not one's."""
+        match = _SHARD.fullmatch(path.rsplit("/", 1)[-1])
+        return cls(int(match["index"]), match["writer"]) if match else None
 
 
-def shard_name(folder: str, writer: str, index: int) -> str:
-    """Path of a shard below the job's folder."""
-    return f"{folder}/{writer}-{index:08d}.parquet"
+@dataclass(frozen=True, slots=True)
+class BufferFolder:
+    """A buffer's folder below the job's. Raises ConfigError for a bad name of buffer or writer."""
+
+    buffer: str
+
+    def __post_init__(self) -> None:
+        check_name("buffer", self.buffer)
+
+    @property
+    def path(self) -> str:
+        return f"experiences/{self.buffer}"
+
+    def shard(self, shard: ShardId) -> str:
+        return f"{self.path}/{shard.file_name}"
+
+    def end(self, writer: str) -> str:
+        return f"{self.path}/{writer}{END}"
+
+    @property
+    def writers(self) -> str:
+        return f"{self.path}/writers"
+
+    def registration(self, writer: str) -> str:
+        return f"{self.writers}/{writer}.json"
+
+    @property
+    def quarantine(self) -> str:
+        return f"{self.path}/damaged"
+
+    def damage(self, shard: str) -> str:
+        return f"{self.quarantine}/{shard.rsplit('/', 1)[-1]}.json"
 
 
-def end_name(folder: str, writer: str) -> str:
-    """Path of a writer's end marker below the job's folder."""
-    return f"{folder}/{writer}{END}"
+def check_name(what: str, name: str) -> None:
+    """Raises ConfigError if a buffer or a writer may not be called so."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} name {name!r}: use letters, digits, '.', '_' and '-', and begin with one of the first two"
+        )

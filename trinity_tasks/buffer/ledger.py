@@ -1,7 +1,7 @@
 """The ledger: which rows each train step took, written before it trains. Step N has one entry, for ever.
 
-Owns: ledger/step_<00000013>.json. Does not own: choosing the rows (`trinity_tasks.buffer`), whether the step was
-committed (`trinity_tasks.checkpoint`). After a crash a step is replayed with the rows of its entry.
+Owns: ledger/step_<00000013>.json. Does not own: choosing the rows (`strategies.py`), whether the step was committed
+ (`trinity_tasks.checkpoint`). After a crash a step is replayed with the rows of its entry.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self, cast
 
-from pydantic import BeforeValidator, PlainSerializer, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, ValidationError
 
 from engines.config import Frozen
 from engines.errors import DataError
 from engines.experience import Experience
-from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.cursor import BatchRef, Cursor, PassedRows, Position, RowRange
+from trinity_tasks.buffer.notes import Notes, dropped_rows, measured
+from trinity_tasks.buffer.strategies import Claim
 from trinity_tasks.storage import DamagedObject, Storage
 
 _ENTRY: Final = re.compile(r"step_(\d{8,})\.json")
@@ -27,6 +29,29 @@ StoredCursor = Annotated[
     PlainSerializer(Cursor.to_json),
 ]
 """A Cursor that is {writer: [shard index, row]} in JSON."""
+
+
+def _compact(ranges: Sequence[RowRange]) -> dict[str, JsonValue]:
+    shards = {part.shard: part.sha256 for part in ranges}
+    numbers = {name: number for number, name in enumerate(shards)}
+    return {
+        "shards": [[name, digest] for name, digest in shards.items()],
+        "rows": [[numbers[part.shard], part.start, part.stop] for part in ranges],
+    }
+
+
+def _ranges(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    try:
+        stored = cast("dict[str, list[list[Any]]]", value)
+        return tuple(RowRange(stored["shards"][n][0], a, b, stored["shards"][n][1]) for n, a, b in stored["rows"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"ranges are {{shards: [[path, sha256]], rows: [[shard, start, stop]]}}: {error!r}") from error
+
+
+StoredRanges = Annotated[tuple[RowRange, ...], BeforeValidator(_ranges), PlainSerializer(_compact)]
+"""In JSON each shard is named once: a shuffled batch has as many ranges as rows."""
 
 
 class PolicyVersions(Frozen):
@@ -44,7 +69,7 @@ class LedgerEntry(Frozen):
     """Train step, from 1."""
     attempt: int
     """Which life of the job recorded it."""
-    ranges: tuple[RowRange, ...]
+    ranges: StoredRanges
     """Rows in the order in which they train."""
     num_rows: int
     num_groups: int
@@ -52,15 +77,34 @@ class LedgerEntry(Frozen):
     cursor_before: StoredCursor
     cursor_after: StoredCursor
     """Committed with the weights that this step makes."""
+    state_before_sha256: str
+    """Digest of the sample strategy's state before the step."""
+    state_after: JsonValue = None
+    """State of the sample strategy after the step; None if it has none."""
+    passed: tuple[PassedRows, ...] = ()
+    """Rows that the step left behind untrained, and why."""
+    dropped: dict[str, tuple[int, int]] = Field(default_factory=dict[str, tuple[int, int]])
+    """Operator -> (rows, response tokens) that it dropped from the shards that this step came to."""
+    measured: dict[str, float] = Field(default_factory=dict[str, float])
+    """<operator>/<name> -> what it measured on those shards, their mean."""
+    reused_tokens: int = 0
+    """Response tokens of the batch that have trained before."""
     created_at: datetime
     """UTC."""
 
     @classmethod
     def of(
-        cls, step: int, ref: BatchRef, rows: Sequence[Experience], *, before: Cursor, after: Cursor, attempt: int
+        cls,
+        step: int,
+        claim: Claim,
+        rows: Sequence[Experience],
+        *,
+        before: Position,
+        attempt: int,
+        notes: Sequence[Notes] = (),
     ) -> Self:
-        """The entry for a batch that `ExperienceReader.claim` gave and `read` turned into rows."""
-        versions = policy_versions(rows)
+        """The entry for a claim whose rows have been read; notes: of the shards that it entered."""
+        versions, ref = policy_versions(rows), claim.ref
         return cls(
             step=step,
             attempt=attempt,
@@ -68,15 +112,26 @@ class LedgerEntry(Frozen):
             num_rows=ref.num_rows,
             num_groups=len({row.eid.tid for row in rows}),
             policy_versions=PolicyVersions(min=min(versions), max=max(versions), mean=sum(versions) / len(versions)),
-            cursor_before=before,
-            cursor_after=after,
+            cursor_before=before.cursor,
+            cursor_after=claim.after.cursor,
+            state_before_sha256=before.state_sha256,
+            state_after=claim.after.state,
+            passed=claim.passed,
+            dropped=dropped_rows(notes),
+            measured=measured(notes),
+            reused_tokens=claim.reused_tokens,
             created_at=datetime.now(UTC),
         )
 
     @property
     def ref(self) -> BatchRef:
-        """What `ExperienceReader.read` takes."""
+        """What `Strategy.read` takes."""
         return BatchRef(self.ranges, self.num_rows)
+
+    @property
+    def after(self) -> Position:
+        """Where the next step begins."""
+        return Position(self.cursor_after, self.state_after)
 
 
 def policy_versions(rows: Sequence[Experience]) -> list[int]:
@@ -93,22 +148,26 @@ class Ledger:
         self._store = store
         self._durable = durable
 
-    def record(self, entry: LedgerEntry) -> LedgerEntry:
-        """Store the entry, or return the one that an earlier attempt recorded for this step: its rows train again.
+    def record(self, entry: LedgerEntry) -> None:
+        """Store the entry. Raises FileExistsError if the step has one: ask `recorded` first."""
+        self._store.create_json(_name(entry.step), entry.model_dump(mode="json"), durable=self._durable)
 
-        Raises DataError if that one begins at another cursor: then the job's folder mixes two histories.
+    def recorded(self, step: int, position: Position) -> LedgerEntry | None:
+        """What an earlier attempt recorded for this step: its rows train again. None if the step is new.
+
+        Raises DataError if the entry begins at another position: then the job's folder mixes two histories.
         """
         try:
-            self._store.create_json(_name(entry.step), entry.model_dump(mode="json"), durable=self._durable)
-        except FileExistsError:
-            recorded = self.read(entry.step)
-            if recorded.cursor_before != entry.cursor_before:
-                raise DataError(
-                    f"{self._store.where(_name(entry.step))} begins at {recorded.cursor_before.to_json()}, the "
-                    f"checkpoint says {entry.cursor_before.to_json()}: rows would train twice or never. Checkpoints "
-                    "and ledger are not of one run; restore both, or start under another name"
-                ) from None
-            return recorded
+            entry = self.read(step)
+        except FileNotFoundError:
+            return None
+        if (entry.cursor_before, entry.state_before_sha256) != (position.cursor, position.state_sha256):
+            raise DataError(
+                f"{self._store.where(_name(step))} begins at {entry.cursor_before.to_json()} with a state of sha256 "
+                f"{entry.state_before_sha256}, the checkpoint says {position.cursor.to_json()} and "
+                f"{position.state_sha256}: rows would train twice or never. Checkpoints and ledger are not of one run; "
+                "restore both, or start under another name"
+            )
         return entry
 
     def read(self, step: int) -> LedgerEntry:

@@ -68,11 +68,22 @@ def validate(rows: Sequence[Experience], limits: RowLimits = NO_LIMITS) -> None:
         _check_flat(rows, name, lambda flat: (flat >= 0) & (flat <= upper), lambda value: f"is {value}; {reason}")
 
 
+def check_groups(rows: Sequence[Experience]) -> None:
+    """Rows of one `eid.tid` must be neighbours. Raises DataError for the first row that is apart from its group."""
+    seen: set[str] = set()
+    previous: str | None = None
+    for index, row in enumerate(rows):
+        group = row.eid.tid
+        if group != previous and group in seen:
+            fault = f"its group {group} began earlier and other rows came between; sort the rows by eid.tid"
+            raise refused(rows, index, fault)
+        seen.add(group)
+        previous = group
+
+
 def refused(rows: Sequence[Experience], index: int, fault: str) -> DataError:
-    return DataError(
-        f"row {index} of {len(rows)}, experience {rows[index].eid.uid}: {fault}. Nothing of this write was stored; "
-        "correct the row or drop it"
-    )
+    """The error for a row, named by its place and its EID."""
+    return DataError(f"row {index} of {len(rows)}, experience {rows[index].eid.uid}: {fault}")
 
 
 def _shape_fault(row: Experience) -> str | None:

@@ -1,7 +1,7 @@
 """`BatchSource`: the next batch of experiences for the trainer, recorded in the ledger before it is trained.
 
-Owns: which rows a step takes, waiting for them, the end of the data, starvation. Does not own: shards and their order
-(`buffer.py`), producing rows (`explorer.py`).
+Owns: which rows a step takes, reading ahead, waiting, the end of the data, starvation. Does not own: the choice of rows
+(`strategies.py`), producing them (`trinity_tasks.explorer`).
 """
 
 from __future__ import annotations
@@ -10,90 +10,140 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from engines.errors import StarvedError
+from engines.errors import DataError, StarvedError
 from engines.experience import Experience
-from trinity_tasks.buffer.cursor import BatchRef, Cursor
+from trinity_tasks.buffer.cursor import Position
 from trinity_tasks.buffer.ledger import Ledger, LedgerEntry, policy_versions
-from trinity_tasks.buffer.reader import Availability
+from trinity_tasks.buffer.notes import Notes, parse_notes
+from trinity_tasks.buffer.strategies import Availability, Claim, Strategy, by_reason
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 REPORT_EVERY_S = 30.0
 
-
-class Reader(Protocol):
-    """What batches are taken from: `ExperienceReader`, `MixedReader`."""
-
-    def claim(self, cursor: Cursor, num_rows: int) -> tuple[BatchRef, Cursor] | None:
-        """The next rows and the cursor behind them, or None if there are not enough yet."""
-        ...
-
-    def availability(self, cursor: Cursor, needed: int) -> Availability:
-        """How much lies beyond the cursor, and whether more may come."""
-        ...
-
-    def read(self, ref: BatchRef) -> list[Experience]:
-        """The rows of a batch, in its order."""
-        ...
+LastBatch = Literal["train", "drop"]
 
 
 class Batch(NamedTuple):
     """What one train step consumes."""
 
     experiences: list[Experience]
-    cursor: Cursor
-    """Where the next step begins."""
+    entry: LedgerEntry
+    """What the ledger says of the step; `entry.after` is where the next one begins."""
+
+
+class _Ready(NamedTuple):
+    """A claim, with the rows if they have been read."""
+
+    claim: Claim
+    rows: list[Experience] | None
 
 
 class BatchSource:
     """Batches of one job, in the order that the ledger fixes."""
 
-    def __init__(self, reader: Reader, ledger: Ledger, *, batch_size: int, timeout_s: float) -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        strategy: Strategy,
+        ledger: Ledger,
+        *,
+        timeout_s: float,
+        last_batch: LastBatch = "drop",
+        read_ahead: bool = False,
+    ) -> None:
+        """timeout_s: longest wait for a batch. last_batch: what becomes of fewer rows than a batch at the end of data.
+
+        read_ahead: fetch the next batch while the current one trains; it takes what there is at that time.
+        """
+        self._strategy = strategy
         self._ledger = ledger
-        self._batch_size = batch_size
         self._timeout_s = timeout_s
+        self._last_batch: LastBatch = last_batch
+        self._read_ahead = read_ahead
+        self._replaying = True
+        """Until a step is met that no earlier attempt recorded."""
+        self._found: tuple[int, Position, Future[_Ready | None]] | None = None
+        self._worker = ThreadPoolExecutor(1, "buffer")
         self.left_at_end: int | None = None
         """Rows that are left, fewer than a batch, once the producers have ended."""
 
-    def has_batch(self, cursor: Cursor) -> bool:
-        """Whether a whole batch lies in the buffer."""
-        return self._reader.claim(cursor, self._batch_size) is not None
+    def has_batch(self, step: int, position: Position) -> bool:
+        """Whether a whole batch lies in the buffer, or the step was recorded by an earlier attempt."""
+        if self._replaying and self._ledger.recorded(step, position) is not None:
+            return True
+        return self._look(step, position, read=False).result() is not None
 
-    async def next_batch(self, step: int, cursor: Cursor, *, attempt: int) -> Batch | None:
-        """The batch of this step; None when the producers have ended and no whole batch is left.
+    async def next_batch(self, step: int, position: Position, *, attempt: int) -> Batch | None:
+        """The batch of this step; None when the producers have ended and no batch is left.
 
-        If an earlier attempt recorded this step in the ledger, its rows are taken again.
-        Raises StarvedError when not enough rows came in time, DataError for a shard that cannot be read.
+        If an earlier attempt recorded this step in the ledger, its rows are taken again. Raises StarvedError when not
+        enough rows came in time, DataError for a shard that cannot be read.
         """
-        claimed = await self._wait_for_rows(step, cursor)
-        if claimed is None:
+        if self._replaying:
+            entry = self._ledger.recorded(step, position)
+            if entry is not None:
+                return Batch(await self._on_worker(self._read, entry.ref), entry)
+            self._replaying = False
+        ready = await self._wait_for_rows(step, position)
+        if ready is None:
             return None
-        ref, after = claimed
-        experiences = self._reader.read(ref)
-        entry = self._ledger.record(LedgerEntry.of(step, ref, experiences, before=cursor, after=after, attempt=attempt))
-        if entry.ref != ref:
-            experiences = self._reader.read(entry.ref)
-        return Batch(experiences, entry.cursor_after)
+        rows = ready.rows if ready.rows is not None else await self._on_worker(self._read, ready.claim.ref)
+        notes = await self._on_worker(self._notes, ready.claim.entered)
+        entry = LedgerEntry.of(step, ready.claim, rows, before=position, attempt=attempt, notes=notes)
+        try:
+            self._ledger.record(entry)
+        except FileExistsError:
+            raise DataError(
+                f"step {step} was recorded in the ledger by another process meanwhile; two trainers write one job: "
+                "stop one of them"
+            ) from None
+        if self._read_ahead:
+            self._look(step + 1, entry.after, read=True)
+        return Batch(rows, entry)
 
-    async def _wait_for_rows(self, step: int, cursor: Cursor) -> tuple[BatchRef, Cursor] | None:
+    def close(self) -> None:
+        """Stop reading ahead. Idempotent."""
+        self._worker.shutdown(cancel_futures=True)
+
+    def _look(self, step: int, position: Position, *, read: bool) -> Future[_Ready | None]:
+        """The claim of a step, made by the worker; one that found something is kept for the step."""
+        if self._found is not None and self._found[:2] == (step, position):
+            future = self._found[2]
+            if not future.done() or future.exception() is not None or future.result() is not None:
+                return future
+        future = self._worker.submit(self._claim, step, position, read=read)
+        self._found = (step, position, future)
+        return future
+
+    def _claim(self, step: int, position: Position, *, read: bool, partial: bool = False) -> _Ready | None:
+        claim = self._strategy.claim(position, step, partial=partial)
+        if claim is None:
+            return None
+        return _Ready(claim, self._read(claim.ref) if read else None)
+
+    def _read(self, ref: Any) -> list[Experience]:
+        rows = self._strategy.read(ref)
+        self._strategy.forget(ref)
+        return rows
+
+    def _notes(self, shards: Sequence[str]) -> list[Notes]:
+        return [parse_notes(self._strategy.notes(shard), shard) for shard in shards]
+
+    async def _on_worker(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(self._worker.submit(function, *args, **kwargs))
+
+    async def _wait_for_rows(self, step: int, position: Position) -> _Ready | None:
         started = reported = time.monotonic()
-        while (claimed := self._reader.claim(cursor, self._batch_size)) is None:
-            state = self._reader.availability(cursor, self._batch_size)
+        while (ready := await asyncio.wrap_future(self._look(step, position, read=False))) is None:
+            state: Availability = await self._on_worker(self._strategy.availability, position, step)
             if state.ended:
-                self.left_at_end = state.available
-                if state.available:
-                    logger.warning(
-                        "the producers have ended: %d experiences are left untrained, a batch needs %d",
-                        state.available,
-                        state.needed,
-                    )
-                return None
+                return await self._last(step, position, state)
             waited = time.monotonic() - started
             if waited >= self._timeout_s:
                 raise StarvedError(f"step {step} waited {waited:.0f} s for experiences: {_counts(state)}")
@@ -101,13 +151,28 @@ class BatchSource:
                 reported = time.monotonic()
                 logger.warning("step %d waits for experiences since %.0f s: %s", step, waited, _counts(state))
             await asyncio.sleep(min(POLL_S, self._timeout_s - waited))
-        return claimed
+        return ready
+
+    async def _last(self, step: int, position: Position, state: Availability) -> _Ready | None:
+        """The last batch, smaller than the others, if it is to train."""
+        if state.available and self._last_batch == "train":
+            ready: _Ready | None = await self._on_worker(self._claim, step, position, read=True, partial=True)
+            if ready is not None:
+                return ready
+        self.left_at_end = state.available
+        if state.available:
+            logger.warning(
+                "the producers have ended: %d experiences are left untrained, a batch needs %d",
+                *(state.available, state.needed),
+            )
+        return None
 
 
-def batch_metrics(exps: Sequence[Experience], step: int) -> dict[str, float]:
-    """Facts about a batch that need no model; lag: train steps between the sampling weights and this step's.
+def batch_metrics(exps: Sequence[Experience], entry: LedgerEntry) -> dict[str, float]:
+    """Facts about a step's batch that need no model; lag: train steps between the sampling weights and this step's.
 
-    experience/<name> is the mean of what the rows' own `metrics` say.
+    experience/<name> is the mean of what the rows' own `metrics` say. operator/<name>/... is what operators did to the
+    shards that the step came to.
     """
     versions = np.asarray(policy_versions(exps))
     own: dict[str, list[float]] = {}
@@ -116,6 +181,9 @@ def batch_metrics(exps: Sequence[Experience], step: int) -> dict[str, float]:
             own.setdefault(f"experience/{name}", []).append(value)
     return {
         **{name: float(np.mean(values)) for name, values in own.items()},
+        **{f"sample/num_{reason}": float(count) for reason, count in by_reason(entry.passed).items()},
+        **{f"operator/{name}/num_dropped": float(num_rows) for name, (num_rows, _) in entry.dropped.items()},
+        **{f"operator/{name}": value for name, value in entry.measured.items()},
         "sample/task_count": float(len({exp.eid.tid for exp in exps})),
         "sample/num_rows": float(len(exps)),
         "sample/num_unscored": float(sum(exp.reward is None for exp in exps)),
@@ -123,13 +191,15 @@ def batch_metrics(exps: Sequence[Experience], step: int) -> dict[str, float]:
         "sample/model_version_min": float(versions.min()),
         "sample/model_version_mean": float(versions.mean()),
         "sample/model_version_max": float(versions.max()),
-        "sample/lag_max": float(step - 1 - versions.min()),
+        "sample/lag_max": float(entry.step - 1 - versions.min()),
     }
 
 
 def _counts(state: Availability) -> str:
     writers = ", ".join(state.writers) or "none"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in state.filtered.items())
     return (
-        f"{state.available} available, {state.filtered} filtered, {state.needed} needed; writers: {writers}. "
-        "Start a producer, or raise buffer.trainer_input.experience_buffer.max_read_timeout"
+        f"{state.available} available, {sum(state.filtered.values())} filtered{f' ({reasons})' if reasons else ''}, "
+        f"{state.needed} needed; writers: {writers}. Start a producer, or raise "
+        "buffer.trainer_input.experience_buffer.max_read_timeout"
     )
