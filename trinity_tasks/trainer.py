@@ -307,10 +307,12 @@ class Trainer:
         started = time.perf_counter()
         waiting = asyncio.ensure_future(self.source.next_batch(step, self._position, attempt=self.job.record.attempt))
         try:
-            while not (await asyncio.wait({waiting}, timeout=SYNC_POLL_S))[0]:
+            while not waiting.done():
                 if self.stop_requested:
                     return None
-                if await self.need_sync():  # a starving explorer may need newer weights to produce at all
+                is_due = await self.need_sync()  # a starving explorer may need newer weights to produce at all
+                await asyncio.wait({waiting}, timeout=SYNC_POLL_S)
+                if is_due:
                     await self.sync_weight()
         finally:
             waiting.cancel()
