@@ -6,9 +6,10 @@ Owns: `encode`. Does not own: which rows are good (`row_checks.py`), the columns
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ from trinity_tasks.buffer.schema import (
     to_text,
 )
 
+_READ_BYTES: Final = 2**20
 _WRITE_OPTIONS: Final[dict[str, Any]] = {
     "compression": "zstd",
     "compression_level": 1,
@@ -63,14 +65,47 @@ def encode(rows: Sequence[Experience], notes: Mapping[str, JsonValue] | None = N
     schema = pa.schema(fields)
     table = pa.Table.from_arrays(columns, schema=schema)
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, schema, **_WRITE_OPTIONS) as writer:
-        metadata = {VERSION_KEY: str(SCHEMA_VERSION), CHECKSUM_KEY: "crc32"}
-        writer.add_key_value_metadata(metadata | ({NOTES_KEY: to_text(notes)} if notes else {}))
-        writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+    _write_parquet(sink, schema, [table], notes)
     data: bytes = sink.getvalue().to_pybytes()
     split = len(data) - TAIL_BYTES - footer_bytes(data)
     checksum = zlib.crc32(data[split:], zlib.crc32(data[:split]))
     return b"".join((data[:split], CHECKSUM_MARK, checksum.to_bytes(4, "little"), data[split:]))
+
+
+def write_shard(path: Path, tables: Iterable[Any]) -> int:
+    """Write Arrow tables of `SCHEMA` to a local file as one shard, never more than one of them in memory.
+
+    Returns the number of rows. What is there of the file after an error is no shard.
+    """
+    with open(path, "w+b") as file:
+        num_rows = _write_parquet(file, SCHEMA, tables)
+        file.seek(-TAIL_BYTES, 2)
+        split = file.tell() - footer_bytes(file.read())
+        file.seek(split)
+        footer = file.read()
+        file.seek(0)
+        checksum = zlib.crc32(footer, _crc32_of(file, split))
+        file.write(b"".join((CHECKSUM_MARK, checksum.to_bytes(4, "little"), footer)))
+    return num_rows
+
+
+def _write_parquet(sink: Any, schema: Any, tables: Iterable[Any], notes: Mapping[str, JsonValue] | None = None) -> int:
+    num_rows = 0
+    with pq.ParquetWriter(sink, schema, **_WRITE_OPTIONS) as writer:
+        metadata = {VERSION_KEY: str(SCHEMA_VERSION), CHECKSUM_KEY: "crc32"}
+        writer.add_key_value_metadata(metadata | ({NOTES_KEY: to_text(notes)} if notes else {}))
+        for table in tables:
+            writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+            num_rows += table.num_rows
+    return num_rows
+
+
+def _crc32_of(file: BinaryIO, size: int) -> int:
+    """Of the next `size` bytes of a file."""
+    checksum = 0
+    for start in range(0, size, _READ_BYTES):
+        checksum = zlib.crc32(file.read(min(_READ_BYTES, size - start)), checksum)
+    return checksum
 
 
 def _column_values(name: str, rows: Sequence[Experience]) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
@@ -190,6 +190,34 @@ def decode(data: bytes, name: str, where: str | None = None, limits: RowLimits =
     a shard may be, or comes from another program and has a row that `validate` refuses.
     """
     where = where or name
+    table, has_checksum, notes = _read(data, NAMES, where)
+    shard = _decode_table(table, name, where, notes)
+    if not has_checksum:
+        _check_foreign(shard, where, limits)
+    return shard
+
+
+def read_columns(data: bytes, columns: Sequence[str], name: str, where: str | None = None) -> Any:
+    """The chosen columns of a shard as an Arrow table; where no row has a value, the column is all null.
+
+    Raises DataError where `decode` does: a shard of another program is decoded once, to check its rows.
+    """
+    where = where or name
+    table, has_checksum, _ = _read(data, columns, where)
+    if not has_checksum:
+        decode(data, name, where)
+    present = frozenset(cast("list[str]", table.column_names))
+    for column in columns:
+        if column not in present:
+            table = table.append_column(SCHEMA.field(column), pa.nulls(table.num_rows, SCHEMA.field(column).type))
+        elif not SCHEMA.field(column).nullable:
+            _check_present(table.column(column), column, where)
+    fields = [SCHEMA.field(column) for column in columns]
+    return table.select(list(columns)).cast(pa.schema(fields))
+
+
+def _read(data: bytes, columns: Sequence[str], where: str) -> tuple[Any, bool, Mapping[str, JsonValue]]:
+    """(those of the columns that the shard has, as an Arrow table; whether it carries our checksum; its notes)."""
     has_checksum = _check_bytes(data, where)
     try:
         # CRC-32 has just covered every byte, page checksums included.
@@ -199,18 +227,22 @@ def decode(data: bytes, name: str, where: str | None = None, limits: RowLimits =
             raise _damaged(where, "its checksum is missing or misplaced")
         _check_schema(file.schema_arrow, metadata, where)
         _check_size(file.metadata, where)
-        notes = _notes(metadata, where)
         present = frozenset(cast("list[str]", file.schema_arrow.names))
-        columns = [column for column in NAMES if column in present]
-        table = file.read(columns=columns, use_threads=False)
+        chosen = [column for column in columns if column in present]
+        return file.read(columns=chosen, use_threads=False), has_checksum, _notes(metadata, where)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise _damaged(where, str(error)) from error
-    shard = _decode_table(table, name, where, notes)
-    if not has_checksum:
-        _check_foreign(shard, where, limits)
-    return shard
+
+
+def _check_present(column: Any, name: str, where: str) -> None:
+    if nulls := column.null_count:
+        raise _damaged(where, f"column {name!r} has {nulls} empty values")
+
+
+def _damaged(name: str, reason: str) -> DataError:
+    return DataError(f"shard {name} cannot be read: {reason}. Restore the object from a copy, or leave its rows out")
 
 
 def _check_size(metadata: Any, where: str) -> None:
@@ -286,8 +318,8 @@ def _decode_table(table: Any, name: str, where: str, notes: Mapping[str, JsonVal
             continue
         column = table.column(field.name).combine_chunks()
         nulls: int = column.null_count
-        if nulls and not field.nullable:
-            raise _damaged(where, f"column {field.name!r} has {nulls} empty values")
+        if not field.nullable:
+            _check_present(column, field.name, where)
         if nulls == len(column) and len(column):
             continue
         if field.name in DTYPES:
