@@ -137,7 +137,7 @@ def verify(url: str) -> list[str]:
     checkpoints = CheckpointStore(store)
     commits = checkpoints.commits()
     problems = [*checkpoints.skipped, *(problem for commit in commits for problem in checkpoints.verify(commit))]
-    ledger, reader = Ledger(store), ExperienceReader(store, _buffer_name(record))
+    ledger, reader = Ledger(store), ExperienceReader(store, buffer_name(record))
     for step in ledger.steps():
         try:
             reader.read(ledger.read(step).ref)
@@ -153,9 +153,7 @@ def trace_step(url: str, step: int) -> dict[str, Any]:
     its own.
     """
     store = Storage(url)
-    record = read_record(store)
-    if stages := _begun_stages(store, record):
-        raise ConfigError(f"{url} has stages, name one of them: {', '.join(stage.url for stage in stages)}")
+    record = one_job(store)
     ledger = Ledger(store)
     try:
         entry = ledger.read(step)
@@ -163,7 +161,7 @@ def trace_step(url: str, step: int) -> dict[str, Any]:
         known = ledger.steps()
         shown = f"{known[0]} to {known[-1]}" if known else "none"
         raise DataError(f"{url}: no ledger entry for step {step}; recorded steps: {shown}") from error
-    rows = ExperienceReader(store, _buffer_name(record)).read(entry.ref)
+    rows = ExperienceReader(store, buffer_name(record)).read(entry.ref)
     return {
         **entry.model_dump(mode="json"),
         "experiences": [
@@ -180,5 +178,14 @@ def trace_step(url: str, step: int) -> dict[str, Any]:
     }
 
 
-def _buffer_name(record: JobRecord) -> str:
+def one_job(store: Storage) -> JobRecord:
+    """job.json of a job without stages. Raises ConfigError if there is none, or if it has stages: they are named."""
+    record = read_record(store)
+    if stages := _begun_stages(store, record):
+        raise ConfigError(f"{store.url} has stages, name one of them: {', '.join(stage.url for stage in stages)}")
+    return record
+
+
+def buffer_name(record: JobRecord) -> str:
+    """The buffer that the job's trainer takes its rows from."""
     return str(record.config["buffer"]["trainer_input"]["experience_buffer"]["name"])
