@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from engines.errors import ConfigError, StarvedError, TrinityFlowsError
+from trinity_tasks.browse.names import COLUMNS
 
 FAILED, USAGE, STARVED, CANCELLED = 1, 2, 3, 130
 STARTED = time.monotonic()
@@ -37,6 +38,10 @@ SetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")]
 UrlArgument = Annotated[str, typer.Argument(help="Folder or URL of the job, as the run printed it.")]
+COLUMNS_HELP = (
+    f"Columns: {', '.join(f'{name} ({column.meaning})' for name, column in COLUMNS.items())}, info_x and metrics_x "
+    "(key x of the row's info or metrics, with _ for what is no letter or digit)."
+)
 
 
 @app.command()
@@ -115,6 +120,42 @@ def ledger(
         _print_json(entry)
     else:
         print_ledger(entry)
+
+
+@app.command(epilog=COLUMNS_HELP)
+def experiences(
+    job_url: UrlArgument,
+    buffer: Annotated[
+        str | None, typer.Option("--buffer", help="Buffer of the job; that of its trainer if not given.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where",
+            help="Only rows that meet this condition, a pandas query: comparisons, arithmetic, in, and, or, not. "
+            '"reward > 0.5 and model_version >= 3 and response_length < 20", "\'sun\' in prompt", '
+            '"reward is None". Columns: see below.',
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, help="How many rows to show, from low to high reward.")
+    ] = 5,
+    png: Annotated[str | None, typer.Option("--png", help="New file or URL for a picture of the rewards.")] = None,
+    export: Annotated[
+        str | None, typer.Option("--export", help="New file or URL for the rows, .parquet (a shard) or .jsonl.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What lies in an experience buffer: how much, by which policy, with which rewards; sample rows; a copy of them."""
+    from flows.experiences_page import look, print_report
+
+    answer = look(job_url, buffer, where, num_samples=samples, png=png, export_to=export)
+    if as_json:
+        _print_json(answer.model_dump(mode="json"))
+    else:
+        print_report(answer)
+    if answer.damaged:
+        raise typer.Exit(FAILED)
 
 
 @app.command()

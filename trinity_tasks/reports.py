@@ -1,4 +1,4 @@
-"""Pictures and tables about a run, as bytes and text: the reward curve, rollouts before and after. Pure functions.
+"""Pictures and tables about a run, as bytes and text: reward curve, histogram, rollouts. Pure functions.
 
 Does not own: where they go (`tracking.py`, the flow's summary).
 """
@@ -9,6 +9,7 @@ import html
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 History = Mapping[str, Sequence[tuple[int, float]]]
@@ -43,6 +44,31 @@ def reward_curve_png(history: History, title: str = "reward") -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     if history:
         axes.legend(frameon=False)
+    picture = io.BytesIO()
+    canvas.print_png(picture, metadata={"Software": None})
+    return picture.getvalue()
+
+
+def histogram_png(bars: Sequence[tuple[float, float, int]], title: str) -> bytes:
+    """A picture of (low, high, count), 900 x 500 pixels; a bar whose ends are equal stands for one value.
+
+    Two calls with the same arguments return the same bytes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no global state, any thread
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
+    canvas: Any = FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    if bars:
+        lows = [low for low, _, _ in bars]
+        gaps = [after - before for before, after in pairwise(lows)]
+        widths = [high - low or min(gaps, default=1.0) * 0.6 for low, high, _ in bars]
+        centers = [(low + high) / 2 for low, high, _ in bars]
+        axes.bar(centers, [count for _, _, count in bars], width=widths, edgecolor="white")
+    axes.set(xlabel=title, ylabel="rows")
+    axes.grid(alpha=0.3, axis="y")
+    axes.spines[["top", "right"]].set_visible(False)
     picture = io.BytesIO()
     canvas.print_png(picture, metadata={"Software": None})
     return picture.getvalue()

@@ -60,18 +60,23 @@ class NewFile:
         self._store.put_file(local, self.name, move=True)
 
 
+def export_file(target: str) -> NewFile:
+    """A file that `export` can make. Raises ConfigError as `NewFile`, and for another suffix."""
+    file = NewFile(target)
+    if not file.name.endswith((PARQUET, JSONL)):
+        raise ConfigError(f"{file.url}: an export is {PARQUET} or {JSONL}; give a name that ends so")
+    return file
+
+
 def export(scan: Scan, file: NewFile) -> int:
     """Copy the wanted rows of all readable shards, and return their number; `scan.damaged` names the other shards.
 
     .parquet: a shard, as `decode` reads it. .jsonl: an object for each row, its arrays as lists.
-    Raises ConfigError (another suffix), DataError (a number that JSON has not), StorageError; then there is no file.
+    Raises DataError (a number that JSON has not), StorageError, ConfigError (it exists now); then nothing is made.
     """
-    suffix = Path(file.name).suffix
-    if suffix not in (PARQUET, JSONL):
-        raise ConfigError(f"{file.url}: an export is {PARQUET} or {JSONL}; give a name that ends so")
     with file.scratch() as folder:
         local = Path(folder) / file.name
-        num_rows = write_shard(local, _parts(scan)) if suffix == PARQUET else _write_lines(local, scan)
+        num_rows = write_shard(local, _parts(scan)) if file.name.endswith(PARQUET) else _write_lines(local, scan)
         file.publish(local)
     return num_rows
 
