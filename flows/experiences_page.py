@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from trinity_tasks.browse.export import NewFile, export, export_file
 from trinity_tasks.browse.numbers import Bar, Numbers, Versions
@@ -17,6 +16,9 @@ WIDEST_BAR = 40
 """Characters of the highest bar."""
 MAX_VERSIONS = 12
 """Lines of the histogram of versions."""
+MIN_TEXT = 12
+"""Width of a prompt and of a response at least, where a line is too narrow for all."""
+GAP = "  "
 
 
 class Answer(BufferReport):
@@ -126,18 +128,25 @@ def _print_bars(bars: list[tuple[str, int]], console: Console) -> None:
 
 
 def _print_samples(samples: Iterable[SampleRow], console: Console) -> None:
-    """One line for each; prompt and response get the room that is left."""
+    """One line for each; prompt and response share the room that is left, so that none of them is hidden."""
+    rows = [("uid", "reward", "version", "tokens", "prompt", "response")]
+    for sample in samples:
+        lengths = f"{sample.prompt_length} + {sample.response_length}"
+        numbers = (_number(sample.reward), _number(sample.model_version), lengths)
+        rows.append((sample.uid, *numbers, _flat(sample.prompt), _flat(sample.response)))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    room = max(console.width - sum(widths[:4]) - 5 * len(GAP), 2 * MIN_TEXT)
+    widths[5] = min(widths[5], max(room // 2, room - widths[4]))
+    widths[4] = min(widths[4], room - widths[5])
     _line(console, "")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("uid", overflow="fold")
-    for name in ("reward", "version", "tokens"):
-        table.add_column(name, no_wrap=True)
-    for name in ("prompt", "response"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for row in samples:
-        numbers = (_number(row.reward), _number(row.model_version), f"{row.prompt_length} + {row.response_length}")
-        table.add_row(row.uid, *numbers, Text(_flat(row.prompt)), Text(_flat(row.response)))
-    console.print(table)
+    for row in rows:
+        cells = (_cut(cell, width) for cell, width in zip(row, widths, strict=True))
+        _line(console, GAP.join(cells).rstrip())
+
+
+def _cut(text: str, width: int) -> str:
+    """Exactly so wide on a terminal."""
+    return set_cell_size(text if cell_len(text) <= width else set_cell_size(text, width - 3) + "...", width)
 
 
 def _number(value: float | None) -> str:
