@@ -311,8 +311,11 @@ class Trainer:
                 if self.stop_requested:
                     return None
                 is_due = await self.need_sync()  # a starving explorer may need newer weights to produce at all
+                meets = self.config.synchronizer.sync_method == "nccl"  # both sides stop for it: after the batch
+                if is_due and not meets:
+                    await self.sync_weight()
                 await asyncio.wait({waiting}, timeout=SYNC_POLL_S)
-                if is_due:
+                if is_due and meets:
                     await self.sync_weight()
         finally:
             waiting.cancel()

@@ -241,10 +241,6 @@ def _check_present(column: Any, name: str, where: str) -> None:
         raise _damaged(where, f"column {name!r} has {nulls} empty values")
 
 
-def _damaged(name: str, reason: str) -> DataError:
-    return DataError(f"shard {name} cannot be read: {reason}. Restore the object from a copy, or leave its rows out")
-
-
 def _check_size(metadata: Any, where: str) -> None:
     groups = range(metadata.num_row_groups)
     size = sum(int(metadata.row_group(group).total_byte_size) for group in groups)
