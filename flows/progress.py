@@ -1,15 +1,12 @@
 """`Progress`: what a run shows while it trains. A bar on a terminal, else a line now and then; an artifact in Prefect.
 
-Owns: what is shown and how often. `update` only stores numbers; two threads of its own draw and publish, so neither a
-slow terminal nor a slow Prefect server costs a step anything.
+Owns: what is shown and how often. `update` only stores numbers; threads draw and publish (`live_artifacts.py`), so
+neither a slow terminal nor a slow Prefect server costs a step anything.
 """
 
 from __future__ import annotations
 
-import contextvars
-import logging
 import math
-import re
 import threading
 import time
 from collections import deque
@@ -20,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-logger = logging.getLogger(__name__)
+from flows.live_artifacts import Content, LiveArtifact, LiveArtifacts, artifact_key
+from flows.rollouts import Rollouts
 
 SHOWN = (
     ("reward", ("data/reward_mean", "explore/reward_mean"), "{:.3f}"),
@@ -30,8 +28,12 @@ SHOWN = (
 )
 """Label, the metrics of which the first known one is shown, format."""
 
-END_TIMEOUT_S = 5.0
-"""Longest wait at the end for a Prefect server that hangs."""
+DRAW_TIMEOUT_S = 5.0
+"""Longest wait at the end for a terminal that hangs."""
+
+PUBLISH_INTERVAL_S = 5.0
+ROLLOUTS_INTERVAL_S = 20.0
+"""How often the artifacts in Prefect follow: the progress, and the table of rollouts, which is longer."""
 
 WINDOW = 50
 """Steps over which the time left is estimated."""
@@ -55,7 +57,7 @@ class Progress:
         console: Console | None = None,
         draw_interval_s: float = 0.5,
         line_interval_s: float = 10.0,
-        publish_interval_s: float = 5.0,
+        publish_interval_s: float = PUBLISH_INTERVAL_S,
         flow_run_id: Any = None,
     ) -> None:
         """total_steps None: open end. console: stderr. flow_run_id: the Prefect run that is active, if there is one."""
@@ -65,8 +67,11 @@ class Progress:
         self._console = console or Console(stderr=True)
         self._is_live = self._console.is_terminal
         self._interval_s = draw_interval_s if self._is_live else line_interval_s
-        self._publish_interval_s = publish_interval_s
-        self._flow_run_id = flow_run_id
+        self.rollouts = Rollouts(name)
+        """Told of the rows of each step, it is a table in Prefect."""
+        progress = LiveArtifact("progress", artifact_key("progress", name), self._content, publish_interval_s)
+        table = LiveArtifact("table", artifact_key("rollouts", name), self.rollouts.content, ROLLOUTS_INTERVAL_S)
+        self._artifacts = LiveArtifacts((progress, table), flow_run_id)
         self._metrics: Mapping[str, float] = {}
         self._phase = ""
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
@@ -123,20 +128,14 @@ class Progress:
             self._bar.add_task(self.name, total=self.total_steps, numbers="")
             self._bar.start()
         self._follow("progress-display", self._draw, self._interval_s)
-        if self._flow_run_id is None:
-            self._flow_run_id = _active_flow_run()
-        if self._flow_run_id is not None:
-            context = contextvars.copy_context()  # Prefect keeps its settings there, the server's address among them
-            self._threads.append(
-                threading.Thread(target=context.run, args=(self._publish_all,), name="progress-artifact", daemon=True)
-            )
-            self._threads[-1].start()
+        self._artifacts.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         for thread in self._threads:
-            thread.join(END_TIMEOUT_S)
+            thread.join(DRAW_TIMEOUT_S)
+        self._artifacts.__exit__()
         if self._bar is not None:
             self._bar.stop()
 
@@ -156,46 +155,7 @@ class Progress:
             self._shown_line = line
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    # -- the artifact in Prefect --------------------------------------------------------------------------------------
-
-    def _publish_all(self) -> None:
-        import httpx
-        from prefect.client.orchestration import get_client
-        from prefect.exceptions import PrefectException
-
-        artifact_id: Any = None
-        last: tuple[float, str] | None = None
-        with get_client(sync_client=True) as client:
-            while True:
-                done = self._done.wait(self._publish_interval_s)
-                shown = (self._percent(), self.line())
-                try:
-                    if shown != last:
-                        artifact_id = self._publish(client, artifact_id, *shown)
-                    last = shown
-                except (httpx.HTTPError, PrefectException, OSError) as error:
-                    logger.debug("the progress artifact was not updated, trying again later: %s", error)
-                if done:
-                    return
-
-    def _percent(self) -> float:
-        return min(100.0 * self.step / self.total_steps, 100.0) if self.total_steps else 0.0
-
-    def _publish(self, client: Any, artifact_id: Any, percent: float, line: str) -> Any:
-        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-
-        if artifact_id is not None:
-            client.update_artifact(artifact_id, ArtifactUpdate(data=percent, description=line))
-            return artifact_id
-        key = re.sub(r"[^a-z0-9]+", "-", f"progress-{self.name}".lower()).strip("-")
-        run_id = self._flow_run_id
-        new = ArtifactCreate(type="progress", key=key, description=line, data=percent, flow_run_id=run_id)
-        return client.create_artifact(new).id
-
-
-def _active_flow_run() -> Any:
-    """Id of the Prefect flow run in whose body this is called, or None."""
-    from prefect.context import FlowRunContext
-
-    context = FlowRunContext.get()
-    return context.flow_run.id if context is not None and context.flow_run is not None else None
+    def _content(self) -> Content:
+        """The artifact in Prefect."""
+        percent = min(100.0 * self.step / self.total_steps, 100.0) if self.total_steps else 0.0
+        return Content(percent, self.line())

@@ -37,6 +37,7 @@ async def train(config: Config, parent_job_id: str | None = None) -> dict[str, A
     try:
         with stop_on_signals(trainer.request_stop), Progress(config.name, config.trainer.total_steps) as progress:
             trainer.observers.append(progress.update)
+            trainer.batch_observers.append(progress.rollouts.update)
             await prepare(trainer)
             await training_loop(trainer, prefect_steps(trainer))
     finally:

@@ -13,7 +13,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Observer = Callable[[int, Mapping[str, float]], None]
 """Told (step, metrics) after each step."""
+BatchObserver = Callable[[int, Sequence[Experience]], None]
+"""Told (step, rows) once the step has trained on them."""
 
 SPOOL_FILE = "metrics_spool.json"
 SYNC_POLL_S = 1.0
@@ -79,6 +81,7 @@ class Trainer:
         self.config = config
         self.engine = get_trainer_wrapper(config)
         self.observers: list[Observer] = []
+        self.batch_observers: list[BatchObserver] = []
         self.stop_requested = False
         """Whether `request_stop` was called; the loop ends after the step that runs, and commits."""
         self.parent_job_id: str | None = None
@@ -300,6 +303,8 @@ class Trainer:
         self._position, self._usage = batch.entry.after, usage
         self._num_experiences += len(batch.experiences)
         self._metrics |= usage.metrics()
+        for observer in self.batch_observers:
+            observer(self.train_step_num, batch.experiences)
         return metrics
 
     async def _sample_data(self) -> Batch | None:

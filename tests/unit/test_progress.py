@@ -122,7 +122,7 @@ def test_artifact_of_the_flow_run_follows_the_steps(monkeypatch: pytest.MonkeyPa
 def test_prefect_server_that_never_answers_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    monkeypatch.setattr("flows.progress.END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("flows.live_artifacts.END_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         deaf.settimeout(10)
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{deaf.getsockname()[1]}/api"}):
