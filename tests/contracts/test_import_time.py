@@ -49,8 +49,8 @@ def command_s(argument: str, *words: str) -> float:
 
 
 def help_s() -> float:
-    commands = ("finetune", "train", "explore", "evaluate", "compare", "show", "verify", "ledger", "algorithms")
-    return command_s("--help", *commands)
+    commands = ("finetune", "train", "explore", "evaluate", "compare", "show", "verify", "ledger")
+    return command_s("--help", *commands, "experiences", "algorithms")
 
 
 def algorithms_s() -> float:

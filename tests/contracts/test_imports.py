@@ -79,7 +79,8 @@ def test_each_contract_is_broken_by_what_it_forbids(tmp_path: Path) -> None:
             {"torch", "transformers"},
         ),
         ("import trinity_tasks.config, trinity_tasks.storage", {"torch", "transformers", "mlflow", "prefect"}),
-        ("import flows.cli", {"torch", "transformers", "mlflow", "prefect"}),
+        ("import flows.cli", {"torch", "transformers", "mlflow", "prefect", "pandas", "pyarrow"}),
+        ("import flows.experiences_page", {"torch", "transformers", "mlflow", "prefect"}),
         (
             "import flows.cli, flows.algorithms_page; from engines.algorithms.describe import listing; listing()",
             {"torch", "transformers", "mlflow", "prefect", "fsspec", "pyarrow", "numpy"},

@@ -241,8 +241,8 @@ def test_damaged_and_missing_shards_are_named_and_the_others_counted(job: Storag
 
 
 def test_a_buffer_that_is_not_there_is_refused_and_an_empty_one_is_empty(job: Storage) -> None:
-    with pytest.raises(ConfigError, match=r"buffer 'mian' has no shards; did you mean main\?"):
-        open_scan(job.url, "mian")
+    with pytest.raises(ConfigError, match=r"buffer 'mai' has no shards; did you mean main\?"):
+        open_scan(job.url, "mai")
     with pytest.raises(ConfigError, match=r"buffer 'x' has no shards; those that have: main, pairs"):
         open_scan(job.url, "x")
     with pytest.raises(ConfigError, match=r"buffer name '\.\./main'"):
