@@ -1,7 +1,7 @@
 """Tokenizers and chat templates: text to ids and back.
 
-Owns: tokenizers built from config, encoding of prompts and SFT examples, decoding of responses. Does not own: where a
-tokenizer is stored (`engines.hf.model`), or padding (`engines.hf.batch`).
+Owns: tokenizers built from config, encoding of prompts, conversations and plain text, decoding of responses. Does not
+own: where a tokenizer is stored (`engines.hf.model`), or padding (`engines.hf.batch`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+"""Descriptions of functions that the assistant may call, for templates that show them."""
 
 
 def build_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
@@ -68,12 +72,14 @@ def build_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
     )
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools | None = None
+) -> list[int]:
     """Ids of a conversation up to where the assistant's turn begins.
 
     Raises DataError for a character that the tokenizer has no token for.
     """
-    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    return _encode(tokenizer, _render(tokenizer, messages, tools, add_generation_prompt=True))
 
 
 def encode_example(
@@ -83,18 +89,57 @@ def encode_example(
 
     Raises DataError if the template does not render the prompt as a prefix of the whole.
     """
-    prompt = encode_prompt(tokenizer, messages)
-    turn = {"role": "assistant", "content": answer}
-    ids = _encode(tokenizer, _render(tokenizer, [*messages, turn], add_generation_prompt=False))
+    return encode_continuation(tokenizer, messages, [{"role": "assistant", "content": answer}])
+
+
+def encode_continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    continuation: Sequence[Message],
+    tools: Tools | None = None,
+) -> tuple[list[int], int]:
+    """(ids of a conversation and the messages that continue it, end-of-turn token included; prompt length in tokens).
+
+    Raises DataError if the template does not render the prompt as a prefix of the whole.
+    """
+    prompt = encode_prompt(tokenizer, messages, tools)
+    ids = _encode(tokenizer, _render(tokenizer, [*messages, *continuation], tools, add_generation_prompt=False))
     if ids[: len(prompt)] != prompt:
+        answer = continuation[-1].get("content") if continuation else ""
         raise DataError(
             f"the chat template does not render the prompt as a prefix of prompt and answer {answer!r}: the ids differ "
             f"at token {_first_difference(ids, prompt)} of {len(prompt)}; use a template that only appends"
         )
-    end = tokenizer.eos_token_id
-    if end is not None and end in ids[len(prompt) :]:
-        ids = ids[: len(ids) - ids[::-1].index(end)]
-    return ids, len(prompt)
+    return ids[: _turn_end(tokenizer, ids, len(prompt), len(ids))], len(prompt)
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools | None = None
+) -> tuple[list[int], list[bool]]:
+    """(ids of a conversation up to the assistant's last token; for each, whether the assistant says it).
+
+    A template that marks generations tells which tokens these are. With any other, each turn is what it adds to the
+    conversation before it. Raises DataError if the template rewrites earlier turns, or nobody is an assistant.
+    """
+    if _GENERATION.search(_template(tokenizer)):
+        ids, mask = _marked_turns(tokenizer, messages, tools)
+    else:
+        ids, mask = _appended_turns(tokenizer, messages, tools)
+    if not any(mask):
+        roles = [str(message.get("role")) for message in messages]
+        raise DataError(
+            f"none of the {len(roles)} messages gives an assistant's token to train on; the roles are {roles}"
+        )
+    last = len(mask) - mask[::-1].index(True)
+    return ids[:last], mask[:last]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of plain text, with the special tokens that the tokenizer puts around a document.
+
+    Raises DataError for a character that the tokenizer has no token for.
+    """
+    return _encode(tokenizer, text, add_special_tokens=True)
 
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
@@ -103,32 +148,92 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    from jinja2 import TemplateError
-
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ConfigError(
             "the tokenizer has no chat template, so no task can be asked; put one into the model's folder, as "
             "chat_template.jinja"
         )
+    return str(tokenizer.chat_template)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    _template(tokenizer)
+    return str(_applied(tokenizer, messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt))
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools | None, **options: Any
+) -> Any:
+    from jinja2 import TemplateError
+
     conversation = [dict(message) for message in messages]
+    given: Any = None if tools is None else [dict(tool) for tool in tools]
     try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except TemplateError as error:
+        return tokenizer.apply_chat_template(conversation, tools=given, **options)
+    except (TemplateError, TypeError) as error:  # TypeError: the template joins what is no text
         raise ConfigError(
             f"the tokenizer's chat template cannot render {conversation}: {error}; correct it: chat_template.jinja of "
             "the model's folder, or model.tokenizer.chat_template"
         ) from error
-    return str(text)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _marked_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools | None
+) -> tuple[list[int], list[bool]]:
+    """By the template's own `{% generation %}`."""
+    _refuse_unknown(tokenizer, _render(tokenizer, messages, tools, add_generation_prompt=False))
+    options = {"return_dict": True, "return_assistant_tokens_mask": True, "add_generation_prompt": False}
+    encoded = _applied(tokenizer, messages, tools, **options)
+    return [int(token) for token in encoded["input_ids"]], [bool(bit) for bit in encoded["assistant_masks"]]
+
+
+def _appended_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools | None
+) -> tuple[list[int], list[bool]]:
+    """By what each turn adds; what a template writes behind the end of a turn is not the assistant's."""
+    ids = _encode(tokenizer, _render(tokenizer, messages, tools, add_generation_prompt=False))
+    mask = [False] * len(ids)
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        start = encode_prompt(tokenizer, messages[:index], tools) if index else []
+        until = _encode(tokenizer, _render(tokenizer, messages[: index + 1], tools, add_generation_prompt=False))
+        for part in (start, until):
+            if ids[: len(part)] != part:
+                raise DataError(
+                    f"the chat template rewrites earlier turns: the ids up to message {index + 1} of {len(messages)} "
+                    f"differ from those of the whole conversation at token {_first_difference(ids, part)}; use a "
+                    "template that marks the assistant's tokens with {% generation %}, or one that only appends"
+                )
+        end = _turn_end(tokenizer, ids, len(start), len(until))
+        mask[len(start) : end] = [True] * (end - len(start))
+    return ids, mask
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, stop: int) -> int:
+    """Position behind the last end-of-turn token within [start, stop); `stop` if there is none."""
+    end = tokenizer.eos_token_id
+    return next((index + 1 for index in range(stop - 1, start - 1, -1) if ids[index] == end), stop)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    _refuse_unknown(tokenizer, text)
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
+
+def _refuse_unknown(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     if unknown := _unknown_characters(tokenizer, text):
         shown = ", ".join(repr(character) for character in unknown)
         raise DataError(
             f"no token for {shown} in {text!r}; add it to model.tokenizer.alphabet or use model.tokenizer.kind: byte"
         )
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _unknown_characters(tokenizer: Any, text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What a row must be: types and lengths of its columns, and the check at the door, before anything is stored.
 
-Owns: `RowLimits`, `validate`, the form of a refusal. Does not own: construction rules (`engines.experience`), encoding
-(`trinity_tasks.buffer.shards`).
+Owns: `RowLimits`, `validate`, `limit_fault`, the form of a refusal. Does not own: construction rules
+(`engines.experience`), encoding (`trinity_tasks.buffer.shards`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def validate(rows: Sequence[Experience], limits: RowLimits = NO_LIMITS) -> None:
     Raises DataError for the first bad row: its index, its EID, the reason.
     """
     for index, row in enumerate(rows):
-        if fault := _shape_fault(row) or _limit_fault(row, limits):
+        if fault := _shape_fault(row) or limit_fault(row, limits):
             raise refused(rows, index, fault)
     for name in _FLOATS:
         _check_flat(rows, name, np.isfinite, lambda value: f"is {value}; it must be finite")
@@ -117,7 +117,8 @@ def _shape_fault(row: Experience) -> str | None:
     return None
 
 
-def _limit_fault(row: Experience, limits: RowLimits) -> str | None:
+def limit_fault(row: Experience, limits: RowLimits) -> str | None:
+    """Which limit of the model the row goes beyond, in words; None if it fits."""
     if limits.max_prompt_tokens is not None and row.prompt_length > limits.max_prompt_tokens:
         return f"the prompt has {row.prompt_length} tokens, max_prompt_tokens is {limits.max_prompt_tokens}"
     response = max(row.response_length, _size(row.chosen), _size(row.rejected))
