@@ -82,7 +82,7 @@ class DataFiles:
         if format in ("auto", "trinity"):
             path = path.removeprefix(_SQLITE_SCHEME)
         self.path = path
-        self._format: Format = format
+        self.format: Format = format
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._store, self.listed = _found(path, format, split)
 
@@ -118,17 +118,21 @@ class DataFiles:
     def kind(self, file: DataFile) -> Kind:
         """By name, or by content if the name says nothing. Raises DataError if that is nothing known."""
         kind = _SUFFIXES.get(PurePosixPath(file.name).suffix.lower())
-        if kind is None or self._format == "trinity":
+        if kind is None or self.format == "trinity":
             with open(self.local(file), "rb") as opened:
                 head = opened.read(16)
             kind = next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
-        wanted = _KINDS[self._format]
+        wanted = _KINDS[self.format]
         if kind is None or kind not in wanted:
             raise DataError(
-                f"{self._store.where(file.name)} is {kind or 'of no kind that is known'}; format: {self._format} reads "
+                f"{self._store.where(file.name)} is {kind or 'of no kind that is known'}; format: {self.format} reads "
                 f"{', '.join(sorted(wanted))}. Give it the name that its content has, or correct format"
             )
         return kind
+
+    def size_beside(self, file: DataFile, suffix: str) -> int:
+        """Bytes of the object whose name is the file's and a suffix; 0 if there is none."""
+        return self._store.size(f"{file.name}{suffix}") or 0
 
     def records(self) -> tuple[FileRecord, ...]:
         """Every file with its size and hash; all bytes are read."""

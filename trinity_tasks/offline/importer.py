@@ -35,6 +35,7 @@ from trinity_tasks.offline.config import OfflineConfig
 from trinity_tasks.offline.files import DataFiles, NoData, content_sha256
 from trinity_tasks.offline.formats import RecordFormat
 from trinity_tasks.offline.sources import Record, Unit, read_records
+from trinity_tasks.offline.trinity_db import experience_units
 from trinity_tasks.storage import FileRecord, Storage
 
 WRITER: Final = "import"
@@ -140,6 +141,9 @@ def _begin(
 def _units(
     files: DataFiles, config: OfflineConfig, tokenizer: Tokenizer, limits: RowLimits, content: str
 ) -> Iterator[Unit]:
+    if config.format == "trinity" or any(files.kind(file) == "sqlite" for file in files.listed):
+        yield from experience_units(files, config, limits)
+        return
     record_format = RecordFormat(config, tokenizer, limits, content)
     for index, record in enumerate(read_records(files)):
         yield Unit(1, partial(_rows_of, record_format, record, index))

@@ -48,7 +48,7 @@ def read_records(files: DataFiles) -> Iterator[Record]:
     for file in files.listed:
         kind = files.kind(file)
         if kind == "sqlite":
-            raise DataError(f"{file.name} is a database; set format: trinity for an experience database of Trinity-RFT")
+            raise DataError(f"{file.name} is a database, and format: {files.format} expects files of records")
         yield from _READERS[kind](files.local(file), file.name)
 
 
@@ -62,10 +62,11 @@ def read_lines(path: Path, name: str) -> Iterator[Record]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(f"{where} is longer than {MAX_LINE_BYTES} bytes; give each record a line of its own")
             if line.strip():
-                yield Record(where, _parsed(line, where))
+                yield Record(where, parse_line(line, where))
 
 
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a line. Raises DataError that names it."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
