@@ -83,7 +83,7 @@ def _print_counts(answer: Answer, console: Console) -> None:
     _line(
         console,
         f"trained: {standing.trained}; in the ledger after the last commit: {standing.recorded}; "
-        f"not taken yet: {standing.waiting}",
+        f"left behind untrained: {standing.passed}; not taken yet: {standing.waiting}",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from engines.config import Frozen, Resume
+from trinity_tasks.offline.config import OfflineConfig
 from trinity_tasks.operator_params import OperatorConfig
 from trinity_tasks.selectors import SelectorConfig
 
@@ -95,6 +96,8 @@ class ExperienceBufferConfig(Frozen):
     """epochs: which groups come next."""
     total_epochs: Annotated[int | None, Resume.SAFE] = Field(default=None, ge=1)
     """epochs: the data ends after so many. None: only trainer.total_steps ends the training."""
+    data: OfflineConfig | None = None
+    """Data that exists already: it is imported before the training, as the only writer of this buffer."""
     max_damaged_shards: Annotated[int, Resume.SAFE] = Field(default=10, ge=0)
     """Shards that cannot be read, and are noted and left out; one more ends the run."""
 

@@ -189,6 +189,7 @@ class Config(Frozen):
                 f"buffer.train_batch_size = {num_rows}{experts} does not hold whole groups of "
                 f"algorithm.repeat_times = {algorithm.group_size}; make it a multiple"
             )
+        self._check_buffers(algorithm)
         if self.mode == "both":
             self._check_exploring(algorithm)
         warmup, total = self.trainer.critic_warmup, self.trainer.total_steps
@@ -207,8 +208,32 @@ class Config(Frozen):
             )
         return self
 
+    def _check_buffers(self, algorithm: Algorithm) -> None:
+        """What is read must fit the algorithm, and a pool must hold a batch."""
+        main, experts = self.buffer.trainer_input.experience_buffer, self.buffer.trainer_input.expert_buffer
+        if self.mode == "both" and main.data is not None:
+            raise ValueError(
+                "mode: both samples the experiences that train; to train on those of "
+                "buffer.trainer_input.experience_buffer.data use mode: train"
+            )
+        for name, data in (("experience_buffer", main.data), ("expert_buffer", experts.data)):
+            wanted = "dpo" if "pairs" in algorithm.needs else "sft"
+            if data is not None and data.format != "trinity" and (data.schema_type == "dpo") != (wanted == "dpo"):
+                raise ValueError(
+                    f"{self.algorithm.algorithm_type} cannot train on {name}.data.schema_type: {data.schema_type}; set "
+                    f"it to {wanted}"
+                )
+        num_groups = (self.train_batch_size - self.expert_batch_size) // algorithm.group_size
+        if main.sample_strategy in ("newest", "priority") and main.capacity < num_groups:
+            raise ValueError(
+                f"buffer.trainer_input.experience_buffer.capacity = {main.capacity} groups is less than a batch has, "
+                f"{num_groups}: no batch would ever be whole; raise it"
+            )
+        if main.sample_strategy == "epochs" and self.mode == "both":
+            raise ValueError("sample_strategy: epochs needs data that has ended; use mode: train")
+
     def _check_exploring(self, algorithm: Algorithm) -> None:
-        tasks, needs = self.buffer.explorer_input, algorithm.needs
+        tasks, buffers, needs = self.buffer.explorer_input, self.buffer.trainer_input, algorithm.needs
         if tasks.taskset is None:
             raise ValueError(
                 "mode: both needs buffer.explorer_input.taskset; mode: train reads a buffer that others fill"
@@ -236,9 +261,10 @@ class Config(Frozen):
             )
         if "teacher_logprobs" in needs and self.model.teacher_model_path is None:
             raise ValueError(f"{name} needs a teacher; set model.teacher_model_path")
-        if "expert_rows" in needs and tasks.expert_taskset is None:
+        if "expert_rows" in needs and (tasks.expert_taskset is None) == (buffers.expert_buffer.data is None):
             raise ValueError(
-                f"{name} mixes in an expert's experiences; set buffer.explorer_input.expert_taskset: tasks whose own "
+                f"{name} mixes in an expert's experiences; set one of buffer.trainer_input.expert_buffer.data: data "
+                "that exists, and buffer.explorer_input.expert_taskset: tasks whose own "
                 "answers are the expert's"
             )
 

@@ -31,6 +31,7 @@ from trinity_tasks.evaluator import Evaluator
 from trinity_tasks.explorer import Explorer
 from trinity_tasks.job import Job, fetch_model, open_tracker
 from trinity_tasks.loop import Steps, training_loop
+from trinity_tasks.offline.importer import import_data
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.tracking import Tracker
 from trinity_tasks.usage import Usage
@@ -122,6 +123,7 @@ class Trainer:
             self.engine.restore_dir = self._scratch / "restored"
         self.job.checkpoints.clean_orphans()
         await self.engine.prepare()
+        import_data(self.config, self.job.store, self.engine)
         spool = self._scratch / "restored" / SPOOL_FILE
         pending: list[dict[str, Any]] = json.loads(spool.read_text()) if manifest is not None else []
         self.tracker = open_tracker(self.job, pending, self.parent_job_id)

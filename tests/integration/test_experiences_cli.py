@@ -68,7 +68,7 @@ def test_the_object_says_what_the_ledger_says(place: Workplace, ledger: list[dic
         NUM_TRAINED,
         NUM_TRAINED / 2,
     )
-    assert found["standing"] == {"trained": NUM_TRAINED, "recorded": 0, "waiting": 0}
+    assert found["standing"] == {"trained": NUM_TRAINED, "recorded": 0, "passed": 0, "waiting": 0}
     rewards = np.array([row["reward"] for row in ledger])
     assert len(set(rewards)) > 6
     assert (found["reward"]["mean"], found["reward"]["std"]) == (

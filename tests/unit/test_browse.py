@@ -16,9 +16,12 @@ from trinity_tasks.browse.export import NewFile, export, export_file
 from trinity_tasks.browse.numbers import Bar, numbers_of, versions_of
 from trinity_tasks.browse.report import look_at, open_scan, pick
 from trinity_tasks.buffer import ExperienceWriter
-from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
+from trinity_tasks.buffer.cursor import BatchRef, PassedRows, Position, RowRange
+from trinity_tasks.buffer.encoding import encode
 from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
-from trinity_tasks.buffer.shards import SCHEMA, decode, encode, read_columns
+from trinity_tasks.buffer.schema import SCHEMA
+from trinity_tasks.buffer.shards import decode, read_columns
+from trinity_tasks.buffer.strategies import Claim
 from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import Storage
@@ -90,7 +93,7 @@ def test_everything_is_counted(job: Storage) -> None:
     assert (report.num_unscored, report.num_truncated, report.num_unsampled) == (1, 1, 1)
     assert report.rows_by_writer == {"a": 6, "b": 2}
     assert report.rows_by_type == {"single_turn": 8}
-    assert report.standing.model_dump() == {"trained": 0, "recorded": 0, "waiting": 8}
+    assert report.standing.model_dump() == {"trained": 0, "recorded": 0, "passed": 0, "waiting": 8}
     assert report.policy_versions is not None
     assert report.policy_versions.model_dump() == {"min": 0, "median": 0.0, "max": 8, "num_rows": {0: 4, 3: 2, 8: 1}}
 
@@ -164,24 +167,35 @@ def test_a_key_that_no_row_has_is_refused_with_those_that_are_there(job: Storage
 
 
 def test_how_far_the_trainer_has_come(job: Storage, tmp_path: Path) -> None:
-    """The commit of step 1 covers a's first group and b's shard; step 2 has taken three more rows, uncommitted."""
+    """The commit covers step 1, with a's first group and b's shard; step 2 has taken three more rows and passed one."""
     lease = Lease.acquire(job, ttl_s=60)
     (staged := tmp_path / "staged").mkdir()
     (staged / "weights").write_bytes(b"w")
-    cursor = Cursor.start().moved("a", 0, 2).moved("b", 1, 0).moved("pairs/a", 1, 0)
-    CheckpointStore(job, lease).commit(staged, step=1, cursor=cursor, num_experiences=4)
-    taken = (
-        RowRange("experiences/main/a-00000000.parquet", 2, 4),
-        RowRange("experiences/main/a-00000001.parquet", 0, 1),
+    CheckpointStore(job, lease).commit(staged, step=1, num_experiences=4)
+    first, second = (f"experiences/main/a-0000000{index}.parquet" for index in (0, 1))
+    steps = (
+        (
+            RowRange(first, 0, 2),
+            RowRange("experiences/main/b-00000000.parquet", 0, 2),
+            RowRange("experiences/pairs/a-00000000.parquet", 0, 1),
+        ),
+        (RowRange(first, 2, 4), RowRange(second, 0, 1)),
     )
-    for step, ranges in ((1, (RowRange("experiences/main/a-00000001.parquet", 1, 2),)), (2, taken)):
-        ref = BatchRef(ranges, 1)
-        Ledger(job).record(LedgerEntry.of(step, ref, A[0], before=cursor, after=cursor, attempt=1))
+    passed = ((), (PassedRows(second, 1, 2, "stale"),))
+    for step, (ranges, left) in enumerate(zip(steps, passed, strict=True), 1):
+        claim = Claim(BatchRef(ranges, 5), Position(), left)
+        Ledger(job).record(LedgerEntry.of(step, claim, A[0], before=Position(), attempt=1))
     lease.release()
-    assert look_at(open_scan(job.url), 0).standing.model_dump() == {"trained": 4, "recorded": 3, "waiting": 1}
+    assert look_at(open_scan(job.url), 0).standing.model_dump() == {
+        "trained": 4,
+        "recorded": 3,
+        "passed": 1,
+        "waiting": 0,
+    }
     half = look_at(open_scan(job.url, where="reward == 1"), 0)
-    assert half.standing.model_dump() == {"trained": 1, "recorded": 0, "waiting": 1}
-    assert look_at(open_scan(job.url, "pairs"), 0).standing.model_dump() == {"trained": 1, "recorded": 0, "waiting": 0}
+    assert half.standing.model_dump() == {"trained": 1, "recorded": 0, "passed": 1, "waiting": 0}
+    pairs = look_at(open_scan(job.url, "pairs"), 0)
+    assert pairs.standing.model_dump() == {"trained": 1, "recorded": 0, "passed": 0, "waiting": 0}
 
 
 def test_numbers_of_many_values_are_in_equal_bars() -> None:

@@ -15,7 +15,6 @@ from engines.config import TokenizerConfig
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from engines.text import build_tokenizer
-from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.buffer.row_checks import RowLimits
 from trinity_tasks.offline import importer, sources
@@ -39,7 +38,7 @@ def run_import(store: Storage, path: Path | str, limits: RowLimits | None = None
 
 def rows_in(store: Storage) -> list[Experience]:
     """All rows, as a trainer takes them: batches of three, the last one smaller."""
-    reader, cursor, rows = ExperienceReader(store, "main"), Cursor.start(), []
+    reader, cursor, rows = FifoReader(store), Cursor.start(), []
     while claimed := reader.claim(cursor, 3, partial=True):
         ref, cursor = claimed
         rows += reader.read(ref)
@@ -91,6 +90,7 @@ def test_data_on_s3_is_imported_as_local_data_is(s3_url: str, tmp_path: Path) ->
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from tests.experience_rows import FifoReader
 from tests.unit.test_offline_importer import SHORT, run_import
 from trinity_tasks.storage import Storage
 

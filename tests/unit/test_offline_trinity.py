@@ -17,9 +17,9 @@ from engines.config import TokenizerConfig
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from engines.text import build_tokenizer
+from tests.experience_rows import FifoReader
 from tests.trinity_database import EID, blob, old_blob, sampled, write_database, write_old_database
 from tests.trinity_database import Experience as Theirs
-from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.buffer.row_checks import DTYPES, RowLimits
 from trinity_tasks.offline import trinity_db
@@ -37,7 +37,7 @@ def run_import(store: Storage, path: Path | str, limits: RowLimits | None = None
 
 
 def rows_in(store: Storage) -> list[Experience]:
-    reader, rows = ExperienceReader(store, "main"), []
+    reader, rows = FifoReader(store), []
     claimed = reader.claim(Cursor.start(), 10**6, partial=True)
     if claimed:
         rows = reader.read(claimed[0])

@@ -19,7 +19,9 @@ from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from trinity_tasks.browse.columns import Place
 from trinity_tasks.browse.scan import Scan, WantedRows
-from trinity_tasks.buffer.shards import SCHEMA, decode, write_shard
+from trinity_tasks.buffer.encoding import write_shard
+from trinity_tasks.buffer.schema import SCHEMA
+from trinity_tasks.buffer.shards import decode
 from trinity_tasks.local_files import TMP_PREFIX
 from trinity_tasks.storage import Storage
 

@@ -20,7 +20,6 @@ from trinity_tasks.browse.columns import Place, response_lengths
 from trinity_tasks.browse.numbers import Numbers, Versions, numbers_of, versions_of
 from trinity_tasks.browse.scan import DamagedShard, Scan
 from trinity_tasks.browse.where import Where
-from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.buffer.ledger import Ledger
 from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.inspection import buffer_name, one_job
@@ -37,9 +36,11 @@ class Standing(Frozen):
     """How far the trainer has come with the rows."""
 
     trained: int
-    """Behind the cursor of the last commit."""
+    """By a step that the last commit covers."""
     recorded: int
     """In the ledger for a step after the last commit: a resume trains them again."""
+    passed: int
+    """Left behind untrained: too old, or pushed out of a full pool."""
     waiting: int
     """Not taken yet."""
 
@@ -101,7 +102,7 @@ def open_scan(url: str, buffer: str | None = None, where: str | None = None) -> 
 
 def look_at(scan: Scan, num_samples: int) -> BufferReport:
     """Count the rows and pick some. Raises StorageError, DataError (ledger or commits cannot be read)."""
-    counts = _Counts(_Trained(scan.store, scan.buffer))
+    counts = _Counts(_Trained(scan.store))
     for shard in scan:
         counts.add(shard.place, shard.rows, shard.table(_COUNTED))
     rewards = np.frombuffer(counts.rewards, np.float64)
@@ -128,28 +129,31 @@ def look_at(scan: Scan, num_samples: int) -> BufferReport:
 
 
 class _Trained:
-    """Which rows of a buffer the trainer has taken."""
+    """Which rows of a buffer the trainer has taken, as the ledger says."""
 
-    def __init__(self, store: Storage, buffer: str) -> None:
+    def __init__(self, store: Storage) -> None:
         manifest = CheckpointStore(store).latest(verify=False)
-        ledger, step = Ledger(store), manifest.step if manifest else 0
-        cursor = manifest.cursor if manifest else Cursor.start()
-        is_main = buffer == buffer_name(one_job(store))
-        self._cursor = cursor if is_main else cursor.part(f"{buffer}/")
-        self._recorded: dict[str, list[tuple[int, int]]] = {}
-        for later in ledger.steps():
-            for part in ledger.read(later).ranges if later > step else ():
-                self._recorded.setdefault(part.shard, []).append((part.start, part.stop))
+        ledger, committed = Ledger(store), manifest.step if manifest else 0
+        self._taken: dict[str, list[tuple[str, int, int]]] = {}
+        for step in ledger.steps():
+            entry = ledger.read(step)
+            kind = "trained" if step <= committed else "recorded"
+            for part in entry.ranges:
+                self._taken.setdefault(part.shard, []).append((kind, part.start, part.stop))
+            for part in entry.passed:
+                self._taken.setdefault(part.shard, []).append(("passed", part.start, part.stop))
 
     def standing(self, place: Place, rows: npt.NDArray[np.int64]) -> dict[str, int]:
         """Number of rows by field of `Standing`."""
-        index, row = self._cursor.at(place.writer)
-        is_trained = rows < row if place.index == index else np.full(rows.shape, place.index < index)
-        is_recorded = np.zeros(rows.shape, np.bool_)
-        for start, stop in self._recorded.get(place.name, ()):
-            is_recorded |= (rows >= start) & (rows < stop) & ~is_trained
-        trained, recorded = int(is_trained.sum()), int(is_recorded.sum())
-        return {"trained": trained, "recorded": recorded, "waiting": len(rows) - trained - recorded}
+        left, counts = np.ones(rows.shape, np.bool_), dict[str, int]()
+        for kind in ("trained", "recorded", "passed"):
+            found = np.zeros(rows.shape, np.bool_)
+            for each, start, stop in self._taken.get(place.name, ()):
+                if each == kind:
+                    found |= (rows >= start) & (rows < stop)
+            counts[kind] = int((found & left).sum())
+            left &= ~found
+        return counts | {"waiting": int(left.sum())}
 
 
 class _Counts:
@@ -166,7 +170,7 @@ class _Counts:
         self.ends: list[int] = []
         """Number of rows up to and with each of them."""
         self._trained = trained
-        self.standing.update(trained=0, recorded=0, waiting=0)
+        self.standing.update(trained=0, recorded=0, passed=0, waiting=0)
 
     def add(self, place: Place, rows: npt.NDArray[np.int64], table: Any) -> None:
         """Count the wanted rows of one shard."""

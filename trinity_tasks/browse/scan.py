@@ -18,7 +18,7 @@ from engines.plugins import hint
 from trinity_tasks.browse.columns import Place, frame_of, keys_of, sources_of
 from trinity_tasks.browse.names import flattened_field, unknown
 from trinity_tasks.browse.where import Where
-from trinity_tasks.buffer.layout import SHARD, folder_of, shard_name
+from trinity_tasks.buffer.layout import BufferFolder, ShardId
 from trinity_tasks.buffer.shards import read_columns
 from trinity_tasks.storage import Storage
 
@@ -69,7 +69,7 @@ class Scan:
         self.where = where
         self.damaged: dict[str, DamagedShard] = {}
         """By name: shards that are missing, or that an iteration found damaged."""
-        folder_of(buffer)
+        BufferFolder(buffer)
         self.store = store
         found = _buffers(store)
         self.buffers = tuple(sorted(found))
@@ -121,7 +121,7 @@ class Scan:
         last: dict[str, int] = {}
         for place in self.places:  # by index
             for index in range(last.get(place.writer, -1) + 1, place.index):
-                name = shard_name(folder_of(self.buffer), place.writer, index)
+                name = BufferFolder(self.buffer).shard(ShardId(index, place.writer))
                 reason = f"{self.store.where(name)} is missing, its writer has written later ones"
                 self.damaged[name] = DamagedShard(name=name, reason=reason)
             last[place.writer] = place.index
@@ -132,7 +132,7 @@ def _buffers(store: Storage) -> dict[str, list[Place]]:
     found: dict[str, list[Place]] = {}
     for info in store.list(FOLDER, recursive=True):
         folder, buffer, *rest = info.name.split("/")
-        if len(rest) == 1 and (match := SHARD.fullmatch(rest[0])):
-            place = Place(f"{folder}/{buffer}/{rest[0]}", match["writer"], int(match["index"]))
+        if len(rest) == 1 and (shard := ShardId.parse(rest[0])):
+            place = Place(f"{folder}/{buffer}/{rest[0]}", shard.writer, shard.index)
             found.setdefault(buffer, []).append(place)
     return {buffer: sorted(places, key=lambda place: (place.index, place.writer)) for buffer, places in found.items()}

@@ -15,6 +15,7 @@ from trinity_tasks.buffer.row_checks import RowLimits
 from trinity_tasks.buffer.strategies import Fifo, Strategy
 from trinity_tasks.buffer_config import ExperienceBufferConfig
 from trinity_tasks.config import Config
+from trinity_tasks.offline.config import IMPORT_WRITER
 from trinity_tasks.selectors import Selector, SelectorConfig, build_selector
 from trinity_tasks.storage import Storage
 
@@ -41,11 +42,11 @@ def strategy_for(config: Config, store: Storage) -> Strategy:
 
 
 def _strategy(config: Config, store: Storage, buffer: ExperienceBufferConfig, num_rows: int) -> Strategy:
-    is_own = config.mode == "both"
+    own = [config.explorer.name] if config.mode == "both" else None
     reader = ExperienceReader(
         store,
         buffer.name,
-        writers=[config.explorer.name] if is_own else None,
+        writers=own if buffer.data is None else [IMPORT_WRITER],
         limits=row_limits(config),
         max_damaged_shards=buffer.max_damaged_shards,
     )

@@ -5,11 +5,14 @@ Owns: the section and its own rules. Does not own: whether an algorithm can trai
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engines.config import Frozen, Resume
+
+IMPORT_WRITER: Final = "import"
+"""Name under which imported experiences are written."""
 
 Format = Literal["auto", "jsonl", "parquet", "datasets", "trinity"]
 SchemaType = Literal["sft", "cpt", "dpo"]

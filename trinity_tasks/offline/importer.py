@@ -24,22 +24,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue, ValidationError
 
+from engines.base import SamplingEngine, TrainEngineWrapper
 from engines.config import Frozen
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from engines.text import Tokenizer
-from trinity_tasks.buffer.layout import folder_of, shard_name
+from trinity_tasks.buffer.choose import row_limits
+from trinity_tasks.buffer.layout import BufferFolder, ShardId
 from trinity_tasks.buffer.row_checks import RowLimits
 from trinity_tasks.buffer.writer import ExperienceWriter
-from trinity_tasks.offline.config import OfflineConfig
+from trinity_tasks.config import Config
+from trinity_tasks.offline.config import IMPORT_WRITER, OfflineConfig
 from trinity_tasks.offline.files import DataFiles, NoData, content_sha256
 from trinity_tasks.offline.formats import RecordFormat
 from trinity_tasks.offline.sources import Record, Unit, read_records
 from trinity_tasks.offline.trinity_db import experience_units
 from trinity_tasks.storage import FileRecord, Storage
-
-WRITER: Final = "import"
-"""Name of the writer of imported shards."""
 
 _BEGUN: Final = "import.json"
 _DONE: Final = "import.done.json"
@@ -84,7 +84,7 @@ def import_experiences(
     and a source that is gone is no longer needed. Raises ConfigError (no data, other data or settings than this buffer
     was begun with), DataError (a record that does not fit; it is named), StorageError.
     """
-    folder = folder_of(buffer, WRITER)
+    folder = BufferFolder(buffer).path
     begun = _read(store, f"{folder}/{_BEGUN}", _Begun)
     done = _read(store, f"{folder}/{_DONE}", _Done)
     try:
@@ -92,12 +92,32 @@ def import_experiences(
             begun = _begin(store, folder, begun, config, limits, files, finished=done is not None)
             if done is None:
                 units = _units(files, config, tokenizer, limits, begun.content_sha256)
-                done = _write(store, folder, ExperienceWriter(store, buffer, WRITER, limits), units, config)
+                done = _write(store, folder, _writer(store, buffer, limits), units, config)
     except NoData:
         if begun is None or done is None:
             raise
     _finish(store, buffer, folder, done, config)
     return Imported(done.num_rows, done.num_dropped, done.num_shards, begun.content_sha256)
+
+
+def import_data(config: Config, store: Storage, engine: TrainEngineWrapper) -> dict[str, Imported]:
+    """Import the data of every buffer of a job that has some; buffer -> what it gave. The engine is prepared.
+
+    Raises as `import_experiences`, and ConfigError if the engine has no tokenizer.
+    """
+    buffers = config.buffer.trainer_input
+    used = [buffers.experience_buffer, *([buffers.expert_buffer] if config.expert_batch_size else [])]
+    done: dict[str, Imported] = {}
+    for buffer in used:
+        if buffer.data is None:
+            continue
+        if not isinstance(engine, SamplingEngine):
+            raise ConfigError(
+                f"trainer.trainer_type {config.trainer.trainer_type} has no tokenizer, and data is imported with it; "
+                "write the experiences with ExperienceWriter, or use the engine hf"
+            )
+        done[buffer.name] = import_experiences(store, buffer.name, buffer.data, engine.tokenizer, row_limits(config))
+    return done
 
 
 def _begin(
@@ -163,7 +183,7 @@ def _write(
     for shard in _shards(units, config.rows_per_shard):
         num_source += sum(unit.size for unit in shard)
         if num_shards < existing:
-            num_rows += _stored_rows(store, shard_name(folder, WRITER, num_shards))
+            num_rows += _stored_rows(store, f"{folder}/{ShardId(num_shards, IMPORT_WRITER).file_name}")
         else:
             rows = [row for unit in shard for row in unit.load()]
             writer.write(rows, index=num_shards)
@@ -203,13 +223,17 @@ def _finish(store: Storage, buffer: str, folder: str, done: _Done, config: Offli
             f"all {done.num_dropped} rows of {config.path} are beyond the model's limits and were dropped; raise "
             "model.max_model_len, or set too_long to truncate"
         )
-    writer = ExperienceWriter(store, buffer, WRITER)
+    writer = _writer(store, buffer)
     if writer.next_index != done.num_shards:
         raise DataError(
-            f"{store.where(folder)} has {writer.next_index} shards of writer {WRITER!r}, its import made "
+            f"{store.where(folder)} has {writer.next_index} shards of writer {IMPORT_WRITER!r}, its import made "
             f"{done.num_shards}; restore the missing ones, or take foreign ones away"
         )
     writer.end()
+
+
+def _writer(store: Storage, buffer: str, limits: RowLimits | None = None) -> ExperienceWriter:
+    return ExperienceWriter(store, buffer, IMPORT_WRITER, limits, register=False)
 
 
 _Model = TypeVar("_Model", bound=Frozen)
