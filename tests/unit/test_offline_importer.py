@@ -15,6 +15,7 @@ from engines.config import TokenizerConfig
 from engines.errors import ConfigError, DataError
 from engines.experience import Experience
 from engines.text import build_tokenizer
+from tests.experience_rows import FifoReader
 from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.buffer.row_checks import RowLimits
 from trinity_tasks.offline import importer, sources
