@@ -131,6 +131,9 @@ class TrainerInput(Frozen):
     """Share of a batch that is the expert's, if the algorithm mixes them in."""
     last_batch: Annotated[Literal["train", "drop"], Resume.FORK] = "train"
     """What becomes of fewer experiences than a batch at the end of the data."""
+    remove_consumed_shards: Annotated[bool, Resume.SAFE] = False
+    """Remove shards that no checkpoint can need any more; the ledger still names their rows. It needs
+    trainer.max_checkpoints_to_keep."""
 
     @model_validator(mode="after")
     def _two_buffers(self) -> Self:

@@ -229,6 +229,14 @@ class Config(Frozen):
                 f"buffer.trainer_input.experience_buffer.capacity = {main.capacity} groups is less than a batch has, "
                 f"{num_groups}: no batch would ever be whole; raise it"
             )
+        if self.buffer.trainer_input.remove_consumed_shards:
+            if not self.trainer.max_checkpoints_to_keep:
+                raise ValueError(
+                    "remove_consumed_shards removes what no checkpoint can need, and trainer.max_checkpoints_to_keep = "
+                    "0 keeps them all: set it, or nothing is ever removed"
+                )
+            if "epochs" in (main.sample_strategy, experts.sample_strategy):
+                raise ValueError("sample_strategy: epochs needs all data again; leave remove_consumed_shards out")
         if main.sample_strategy == "epochs" and self.mode == "both":
             raise ValueError("sample_strategy: epochs needs data that has ended; use mode: train")
 

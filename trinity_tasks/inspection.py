@@ -8,6 +8,7 @@ from engines.config import Frozen
 from engines.errors import ConfigError, DataError
 from trinity_tasks.buffer import ExperienceReader
 from trinity_tasks.buffer.ledger import Ledger
+from trinity_tasks.buffer.reader import RemovedShard
 from trinity_tasks.checkpoint import CheckpointStore, Manifest
 from trinity_tasks.evaluator import Evaluation, read_evaluations
 from trinity_tasks.job import JobRecord, read_record
@@ -141,6 +142,8 @@ def verify(url: str) -> list[str]:
     for step in ledger.steps():
         try:
             reader.read(ledger.read(step).ref)
+        except RemovedShard:
+            continue
         except (DataError, FileNotFoundError) as error:
             problems.append(f"ledger step {step}: {error}")
     return problems

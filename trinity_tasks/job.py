@@ -7,6 +7,7 @@ content of checkpoints, shards or metrics.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import secrets
 import shutil
 import tempfile
@@ -18,9 +19,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from engines.config import Frozen, Resume
-from engines.errors import CheckpointError, ConfigError
+from engines.errors import CheckpointError, ConfigError, StorageError
 from trinity_tasks.buffer.choose import strategy_for
+from trinity_tasks.buffer.cursor import Position
+from trinity_tasks.buffer.layout import BufferFolder
 from trinity_tasks.buffer.ledger import Ledger
+from trinity_tasks.buffer.removal import remove_consumed
 from trinity_tasks.checkpoint import COMMITTED_MODEL, CheckpointStore
 from trinity_tasks.config import Config
 from trinity_tasks.config_source import changes, fingerprint
@@ -28,6 +32,8 @@ from trinity_tasks.lease import Lease
 from trinity_tasks.storage import DamagedObject, Storage
 from trinity_tasks.tracking import Tracker
 from trinity_tasks.weights import WeightStore
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 START_RETRY_S = 5.0
@@ -126,6 +132,23 @@ class Job:
                 "experiment a name of its own: --set name=..."
             )
         self.update(tasks_sha256=sha256)
+
+    def remove_consumed_shards(self) -> None:
+        """Remove shards that no checkpoint can need, if the config says so. What cannot be removed now stays."""
+        buffers = self.config.buffer.trainer_input
+        if not buffers.remove_consumed_shards:
+            return
+        self.lease.check()
+        kept = [manifest.position for manifest in self.checkpoints.commits()]
+        parts: dict[str, list[Position]] = {buffers.experience_buffer.name: kept}
+        if self.config.expert_batch_size:
+            name = buffers.expert_buffer.name
+            parts[name] = [Position(position.cursor.part(f"{name}/"), position.state) for position in kept]
+        try:
+            for name, positions in parts.items():
+                remove_consumed(self.store, BufferFolder(name), positions)
+        except StorageError as error:
+            logger.warning("consumed shards of %s were not removed: %s; the next save tries again", self.url, error)
 
     def close(self) -> None:
         """Wait for a commit in the background, then release the lease. Idempotent. Raises as the commit."""

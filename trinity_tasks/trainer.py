@@ -32,6 +32,7 @@ from trinity_tasks.explorer import Explorer
 from trinity_tasks.job import Job, fetch_model, open_tracker
 from trinity_tasks.loop import Steps, training_loop
 from trinity_tasks.offline.importer import import_data
+from trinity_tasks.progress_watch import ProgressWatch
 from trinity_tasks.synchronizer import RunningStatus, Synchronizer
 from trinity_tasks.tracking import Tracker
 from trinity_tasks.usage import Usage
@@ -47,8 +48,6 @@ BatchObserver = Callable[[int, Sequence[Experience]], None]
 
 SPOOL_FILE = "metrics_spool.json"
 SYNC_POLL_S = 1.0
-IDLE_STEPS = (10, 100, 1000)
-"""Steps in a row without an update after which the user is told."""
 
 
 def get_trainer_wrapper(config: Config) -> TrainEngineWrapper:
@@ -102,8 +101,7 @@ class Trainer:
         self._evaluated_step = -1
         self._scratch: Path | None = None
         self._num_staged = 0
-        self._num_idle_steps = 0
-        self._idle_steps_told = 0
+        self._watch = ProgressWatch(config.name)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -282,9 +280,10 @@ class Trainer:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     async def explore_step(self) -> dict[str, float]:
-        """Produce one shard of experiences (mode both)."""
+        """Produce one shard of experiences (mode both). Raises StarvedError if many in a row gave no batch."""
         assert self.explorer is not None, "only in mode: both"
         metrics = await self.explorer.explore_step()
+        self._watch.explored(metrics)
         # What is a fact of the rows is logged when they train: a resume that finds the shard logs it all the same.
         self._metrics |= {name: value for name, value in metrics.items() if name.startswith(("time/", "perf/"))}
         return metrics
@@ -362,26 +361,8 @@ class Trainer:
         self.tracker.log(self.train_step_num, self._metrics)
         for observer in self.observers:
             observer(self.train_step_num, self._metrics)
-        self._warn_if_idle()
+        self._watch.trained(self.train_step_num, self._metrics)
         self._last_metrics, self._metrics = self._metrics, {}
-
-    def _warn_if_idle(self) -> None:
-        if num_nonfinite := self._metrics.get("update/num_nonfinite", 0):
-            logger.warning(
-                "%s: %d updates of step %d were left out: a loss, a gradient or a logprob was not finite. The policy "
-                "loss, the rewards or the learning rate are to blame",
-                *(self.config.name, num_nonfinite, self.train_step_num),
-            )
-        idle = self._metrics.get("update/num_applied", 1) == 0
-        self._num_idle_steps = self._num_idle_steps + 1 if idle else 0
-        if self._num_idle_steps in IDLE_STEPS and self._num_idle_steps > self._idle_steps_told:
-            self._idle_steps_told = self._num_idle_steps
-            logger.warning(
-                "%s: the last %d steps up to step %d made no update: there was nothing to learn from. Either all "
-                "answers to a task get the same reward (data/reward_std says so) and the reward function or the tasks "
-                "are to blame, or the updates were not finite (update/num_nonfinite)",
-                *(self.config.name, self._num_idle_steps, self.train_step_num),
-            )
 
     async def evaluate(self) -> dict[str, float]:
         """Accuracy of the current weights on the evaluation task sets, `eval/<name>/accuracy`."""
@@ -453,6 +434,7 @@ class Trainer:
         """
         started = time.perf_counter()
         step = self.train_step_num
+        self.job.remove_consumed_shards()
         staged = self._stage()
         self.engine.save_checkpoint(block_until_saved, save_as_hf)
         pending = self.tracker.spool_state(step, self._metrics)

@@ -19,6 +19,7 @@ from trinity_tasks.browse.columns import Place, frame_of, keys_of, sources_of
 from trinity_tasks.browse.names import flattened_field, unknown
 from trinity_tasks.browse.where import Where
 from trinity_tasks.buffer.layout import BufferFolder, ShardId
+from trinity_tasks.buffer.removal import first_kept
 from trinity_tasks.buffer.shards import read_columns
 from trinity_tasks.storage import Storage
 
@@ -118,7 +119,7 @@ class Scan:
                 raise ConfigError(f"--where {self.where and self.where.text!r}: {unknown(name, seen)}")
 
     def _note_missing(self) -> None:
-        last: dict[str, int] = {}
+        last = {writer: index - 1 for writer, index in first_kept(self.store, BufferFolder(self.buffer)).items()}
         for place in self.places:  # by index
             for index in range(last.get(place.writer, -1) + 1, place.index):
                 name = BufferFolder(self.buffer).shard(ShardId(index, place.writer))

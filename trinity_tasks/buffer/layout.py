@@ -1,9 +1,12 @@
 """Names of what lies in a buffer's folder.
 
-experiences/<buffer>/<writer>-<00000012>.parquet     a shard: create-only, never changed
-experiences/<buffer>/<writer>.end                    {"shards": n}: this writer has written its last
-experiences/<buffer>/writers/<writer>.json           who writes under this name, and when it was last alive
-experiences/<buffer>/damaged/<shard>.json            a shard that could not be read, and why
+    experiences/<buffer>/<writer>-<00000012>.parquet     a shard: create-only, never changed
+    experiences/<buffer>/<writer>.end                    {"shards": n}: this writer has written its last
+    experiences/<buffer>/writers/<writer>.json           who writes under this name, and when it was last alive
+    experiences/<buffer>/damaged/<shard>.json            a shard that could not be read, and why
+    experiences/<buffer>/removed.json                    {writer: index of the first shard that was not removed}
+
+All of it is written by names alone: nothing needs a listing but to find writers that nobody has told of.
 """
 
 from __future__ import annotations
@@ -68,6 +71,10 @@ class BufferFolder:
     @property
     def quarantine(self) -> str:
         return f"{self.path}/damaged"
+
+    @property
+    def removed(self) -> str:
+        return f"{self.path}/removed.json"
 
     def damage(self, shard: str) -> str:
         return f"{self.quarantine}/{shard.rsplit('/', 1)[-1]}.json"

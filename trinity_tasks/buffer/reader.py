@@ -25,6 +25,7 @@ from trinity_tasks.buffer.cursor import BatchRef, Cursor, RowRange
 from trinity_tasks.buffer.layout import END, BufferFolder, ShardId
 from trinity_tasks.buffer.producers import read_registration
 from trinity_tasks.buffer.quarantine import Damage, Quarantine
+from trinity_tasks.buffer.removal import first_kept
 from trinity_tasks.buffer.row_checks import NO_LIMITS, RowLimits
 from trinity_tasks.buffer.shards import Shard, decode
 from trinity_tasks.storage import Storage
@@ -39,6 +40,10 @@ FREE_LISTING_S: Final = 0.001
 """A listing faster than this is never put off."""
 READS_OF_DAMAGED: Final = 2
 """A shard that cannot be decoded is fetched once more: its bytes may have changed on the way."""
+
+
+class RemovedShard(DataError):
+    """The rows have trained, and their shard was removed on purpose."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,6 +228,12 @@ class ExperienceReader:
         if isinstance(loaded, Damage):
             raise DataError(f"{loaded.reason}; rows {part.start} to {part.stop - 1} of it were claimed")
         if loaded is None:
+            shard = ShardId.parse(part.shard)
+            if shard is not None and shard.index < first_kept(self._store, self._folder).get(shard.writer, 0):
+                raise RemovedShard(
+                    f"{self._store.where(part.shard)} was removed, as remove_consumed_shards allows: every checkpoint "
+                    "that is kept lies behind it"
+                )
             raise DataError(
                 f"{self._store.where(part.shard)} is missing; rows {part.start} to {part.stop - 1} are lost"
             )
