@@ -266,11 +266,13 @@ def test_cost_does_not_grow_with_what_was_consumed(store: CountingStorage) -> No
 
 def test_unknown_writers_cost_a_listing_only_when_a_batch_is_short(store: CountingStorage) -> None:
     counted = calls_per_batch(store, reader_of(store), 20)
-    assert [len([call for call in calls if call[0] == "list"]) for calls in counted[1:]] == [1] * 19
+    folders = ["experiences/main", "experiences/main/writers"]
+    assert [[name for kind, name in calls if kind == "list"] for calls in counted[1:]] == [folders] * 19
     reader = reader_of(store)
     store.calls.clear()
     assert len(drain(reader, Cursor.start(), 4, partial=False)) == 20
-    assert [kind for kind, _ in store.calls].count("list") == 2  # to begin with, and when nothing was left
+    # registrations to begin with, and everything when nothing was left
+    assert [name for kind, name in store.calls if kind == "list"] == [folders[1], *folders]
     assert [kind for kind, _ in store.calls].count("read") == 21
 
 

@@ -285,8 +285,7 @@ class ExperienceReader:
         wait_s = self._listing_s / LISTING_SHARE if self._listing_s > FREE_LISTING_S else 0.0
         if now or self._clock() - self._listed_at >= wait_s:
             self._list_all()
-        else:
-            self._list_registrations()
+        self._list_registrations()
         return self._writers
 
     def _list_registrations(self) -> None:
