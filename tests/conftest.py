@@ -1,6 +1,5 @@
 """Fixtures shared by all tests: stores to write to, and an S3 server (moto, in its own process)."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import s3_servers
 from tests.faulty_s3 import FaultyS3
-
-BUCKET = "bucket"
+from tests.s3_servers import BUCKET
 
 # The server ends when its standard input does, so that it cannot outlive a killed test run.
 MOTO_SERVER = """
@@ -27,14 +26,15 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="session")
-def s3_environment() -> Iterator[dict[str, str]]:
-    """Environment variables that lead any S3 client, also of a subprocess, to a server with one bucket.
+def moto() -> Iterator[dict[str, str]]:
+    """Environment variables that lead any S3 client, also of a subprocess, to a moto server with one bucket.
 
-    A moto server, or the one at TEST_S3_ENDPOINT with the AWS keys of the environment.
+    Or to the server at TEST_S3_ENDPOINT with the AWS keys of the environment.
     """
     if endpoint := os.environ.get("TEST_S3_ENDPOINT"):
         environment = {"AWS_ENDPOINT_URL_S3": endpoint}
-        _make_bucket(environment)
+        with s3_servers.using(environment):
+            s3_servers.make_bucket()
         yield environment
         return
     command = [sys.executable, "-W", "ignore", "-c", MOTO_SERVER]
@@ -47,18 +47,30 @@ def s3_environment() -> Iterator[dict[str, str]]:
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        _make_bucket(environment)
+        with s3_servers.using(environment):
+            s3_servers.make_bucket()
         yield environment
         server.stdin.close()
 
 
-def _make_bucket(environment: dict[str, str]) -> None:
-    import s3fs
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment variables that lead any S3 client to a SeaweedFS server, which checks signatures and checksums."""
+    with s3_servers.seaweedfs(tmp_path_factory.mktemp("seaweedfs") / "server") as environment:
+        yield environment
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(FileExistsError):
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment variables that lead any S3 client to `rclone serve s3`, which ignores create-only writes."""
+    with s3_servers.rclone(tmp_path_factory.mktemp("rclone") / "server") as environment:
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def s3_environment(moto: dict[str, str]) -> dict[str, str]:
+    """Environment variables that lead to the S3 server of the tests; a file may choose another."""
+    return moto
 
 
 @pytest.fixture

@@ -104,6 +104,14 @@ class MonitorConfig(Frozen):
     """MLflow experiment. None: the project."""
 
 
+class StorageConfig(Frozen):
+    """What may be assumed of the store under checkpoint_root_dir."""
+
+    single_writer: Annotated[bool, Resume.SAFE] = False
+    """You promise that only one process at a time writes this job. Needed for a store that ignores create-only writes
+    (If-None-Match), where two runs of one job that begin at once could overwrite each other's checkpoints."""
+
+
 class LeaseConfig(Frozen):
     """One writer per job."""
 
@@ -164,6 +172,8 @@ class Config(Frozen):
     """Weight transfer."""
     monitor: MonitorConfig = MonitorConfig()
     """Where metrics go."""
+    storage: StorageConfig = StorageConfig()
+    """The store of the job."""
     lease: LeaseConfig = LeaseConfig()
     """Who may write."""
     stages: tuple[StageConfig, ...] = ()

@@ -202,7 +202,8 @@ def goes_further(config: Config) -> bool:
 
 def job_store(config: Config) -> Storage:
     """The folder of the config's job."""
-    return Storage(config.checkpoint_root_dir).child(*config.job_path.split("/"))
+    root = Storage(config.checkpoint_root_dir, single_writer=config.storage.single_writer)
+    return root.child(*config.job_path.split("/"))
 
 
 def job_url(config: Config) -> str:

@@ -1,47 +1,32 @@
-"""A job's objects on any fsspec URL: `file://` or a path, `s3://`, `gs://`, `memory://`. The only door to fsspec.
+"""A job's objects on any fsspec URL: `file://` or a path, `s3://`, `gs://`, `memory://`.
 
-Owns: atomic writes, create-only writes, retries, verified transfers, and what a failure tells the user. Does not own:
-what the objects mean. Every listing and size is fresh: nothing is cached but the connection.
+Owns: which paths there are, verified transfers, and what a failure tells the user. Does not own: how a kind of store
+keeps its promises (`trinity_tasks.local_files`, `trinity_tasks.remote_files`), what the objects mean. Every listing and
+size is fresh: nothing is cached but the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import secrets
-import threading
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from pydantic import JsonValue
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from engines.config import Frozen
 from engines.errors import StorageError
 from trinity_tasks.local_files import TMP_PREFIX, LocalFiles
-from trinity_tasks.store_failures import advice, http_status, is_refused_condition
+from trinity_tasks.remote_files import RemoteFiles
+from trinity_tasks.store_failures import advice
 
-PART_BYTES = 16 * 2**20
-NUM_PARTS_AT_ONCE = 4
-MAX_PARTS = 10_000
-S3_CONFIG: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 120, "retries": {"max_attempts": 2}}
-"""Of one request, seconds; a part of 16 MB must pass a slow line. The client retries little: `RETRY_S` does."""
 RETRY_S = 60.0
 """How long a remote operation is tried again before it becomes an error."""
-
-_T = TypeVar("_T")
-_FILESYSTEMS: dict[tuple[int, str, str], Any] = {}
-"""(pid, protocol, options and environment) -> fsspec filesystem. By pid: a connection must not cross a fork."""
-_ENVIRONMENT = ("AWS_", "FSSPEC_")
-"""Variables that drivers read when they connect: a corrected endpoint must not find the old connection."""
-_TOKEN = "created-by"
-_MEMORY_LOCK = threading.RLock()
 
 
 class DamagedObject(StorageError):
@@ -101,191 +86,6 @@ def check_file(local: Path, name: str, *, size: int | None, sha256: str | None) 
         raise DamagedObject(f"{name} has sha256 {digest}, recorded was {sha256}; its bytes changed")
 
 
-def part_bytes(size: int) -> int:
-    """Bytes of one part of a multi-part upload: 16 MB, more where that would make over 10,000 parts, S3's limit."""
-    return max(PART_BYTES, -(-size // MAX_PARTS))
-
-
-class _RemoteFiles:
-    """The store of a job behind fsspec."""
-
-    def __init__(self, protocol: str, url: str, options: dict[str, Any], retry_s: float) -> None:
-        self.protocol = protocol
-        self.url = url
-        self.options = options
-        self.retry_s = retry_s
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        return (OSError, ValueError, *_client_errors(self.protocol)[0])
-
-    def local_path(self, path: str) -> Path | None:
-        return None
-
-    def _filesystem(self) -> Any:
-        options: dict[str, Any] = {"use_listings_cache": False, **self.options}
-        if self.protocol == "s3":
-            options["config_kwargs"] = {**S3_CONFIG, **options.get("config_kwargs", {})}
-        environment = sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
-        key = (os.getpid(), self.protocol, json.dumps([options, environment], sort_keys=True, default=str))
-        filesystem = _FILESYSTEMS.get(key)
-        if filesystem is None:
-            import fsspec  # pyright: ignore[reportMissingTypeStubs]
-
-            try:
-                filesystem = fsspec.filesystem(self.protocol, skip_instance_cache=True, **options)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            except (ValueError, ImportError) as error:
-                raise StorageError(
-                    f"{self.url}: no driver for {self.protocol}://: {error}; install the package that it names, or use "
-                    f"a local folder or s3://"
-                ) from error
-            filesystem = _FILESYSTEMS.setdefault(key, filesystem)
-        return filesystem
-
-    def _forget_connections(self) -> None:
-        for key in [key for key in _FILESYSTEMS if key[:2] == (os.getpid(), self.protocol)]:
-            _FILESYSTEMS.pop(key, None)
-
-    def _lock(self) -> AbstractContextManager[object]:
-        return _MEMORY_LOCK if self.protocol == "memory" else nullcontext()
-
-    def _once(self, call: Callable[[Any], _T]) -> _T:
-        """One try; refused permission may be an expired token in a cached connection, so a new one is tried once."""
-        with self._lock():
-            try:
-                return call(self._filesystem())
-            except PermissionError:
-                self._forget_connections()
-                return call(self._filesystem())
-
-    def _call(self, call: Callable[[Any], _T]) -> _T:
-        transient = _client_errors(self.protocol)[1]
-
-        def is_transient(error: BaseException) -> bool:
-            status = http_status(error)
-            if status is not None:
-                return status >= 500 or status in (408, 409, 429)
-            return isinstance(error, transient)
-
-        retrying = Retrying(
-            retry=retry_if_exception(is_transient),
-            stop=stop_after_delay(self.retry_s),
-            wait=wait_random_exponential(0.2, max=5),
-            reraise=True,
-        )
-        return retrying(lambda: self._once(call))
-
-    def _full(self, path: str) -> str:
-        return f"{self.url}/{path}" if path else self.url
-
-    def _relative(self, filesystem: Any, name: str) -> str:
-        root: str = filesystem._strip_protocol(self.url)
-        return name[len(root) :].lstrip("/")
-
-    def _transfer_options(self, size: int) -> dict[str, Any]:
-        if self.protocol != "s3":
-            return {}
-        return {"chunksize": part_bytes(size), "max_concurrency": NUM_PARTS_AT_ONCE}
-
-    def read(self, path: str) -> bytes:
-        return self._call(lambda fs: fs.cat_file(self._full(path)))
-
-    def write(self, path: str, data: bytes, durable: bool) -> None:
-        self._call(lambda fs: fs.pipe_file(self._full(path), data, **self._transfer_options(len(data))))
-
-    def create(self, path: str, data: bytes, durable: bool) -> None:
-        """Raises FileExistsError.
-
-        Drivers and HTTP clients try again when an answer was lost, and then find the object that they had created.
-        A token in its metadata tells that from another writer's object.
-        """
-        token, options = secrets.token_hex(8), self._transfer_options(len(data))
-        if self.protocol == "s3":
-            options["Metadata"] = {_TOKEN: token}
-        try:
-            self._call(lambda fs: fs.pipe_file(self._full(path), data, mode="create", **options))
-        except self.errors as error:
-            if not is_refused_condition(error):
-                raise
-            if self.protocol != "s3" or self._token_of(path) != token:
-                raise FileExistsError(errno.EEXIST, "the object exists", self._full(path)) from error
-
-    def _token_of(self, path: str) -> str | None:
-        try:
-            return self._call(lambda fs: fs.metadata(self._full(path))).get(_TOKEN)
-        except FileNotFoundError:
-            return None
-
-    def upload(self, local: Path, path: str, move: bool) -> None:
-        options = self._transfer_options(local.stat().st_size)
-        self._call(lambda fs: fs.put_file(str(local), self._full(path), **options))
-
-    def download(self, path: str, local: Path) -> None:
-        self._call(lambda fs: fs.get_file(self._full(path), str(local), **self._transfer_options(0)))
-
-    def list(self, prefix: str, recursive: bool) -> list[tuple[str, int]]:
-        def call(fs: Any) -> list[tuple[str, int]]:
-            try:
-                if recursive:
-                    entries = list(fs.find(self._full(prefix), detail=True).values())
-                else:
-                    entries = fs.ls(self._full(prefix), detail=True)
-            except FileNotFoundError:
-                return []
-            return [
-                (self._relative(fs, entry["name"]), int(entry["size"]))
-                for entry in entries
-                if entry["type"] == "file" and not entry["name"].endswith("/")
-            ]
-
-        return self._call(call)
-
-    def size(self, path: str) -> int | None:
-        try:
-            info = self._call(lambda fs: fs.info(self._full(path)))
-        except FileNotFoundError:
-            return None
-        return int(info["size"]) if info["type"] == "file" else None
-
-    def remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._call(lambda fs: fs.rm_file(self._full(path)))
-
-    def remove_tree(self, prefix: str) -> None:
-        def call(fs: Any) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                fs.rm(self._full(prefix), recursive=True)
-
-        self._call(call)
-        # s3fs does not report the objects that a bulk delete could not delete.
-        if left := self.list(prefix, recursive=True):
-            raise PermissionError(errno.EACCES, f"{len(left)} objects could not be deleted", self._full(left[0][0]))
-
-    def sweep(self, prefix: str) -> int:
-        return 0
-
-    def flush(self) -> None:
-        return None
-
-
-def _client_errors(protocol: str) -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
-    """(what the driver may raise beside OSError, what of all that is worth a retry)."""
-    transient: tuple[type[Exception], ...] = (TimeoutError, ConnectionError)
-    if protocol != "s3":
-        return (), transient
-    import aiohttp
-    import botocore.exceptions as botocore  # pyright: ignore[reportMissingTypeStubs]
-
-    retryable = (
-        botocore.HTTPClientError,
-        botocore.ConnectionError,
-        botocore.IncompleteReadError,
-        aiohttp.ClientError,
-        *transient,
-    )
-    return (botocore.BotoCoreError, botocore.ClientError, aiohttp.ClientError), retryable
-
-
 class Storage:
     """A prefix on a store. Holds no connection: picklable, and safe to use from any thread or process.
 
@@ -298,16 +98,25 @@ class Storage:
         {'step': 10}
     """
 
-    def __init__(self, url: str, options: dict[str, Any] | None = None, *, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: dict[str, Any] | None = None,
+        *,
+        retry_s: float = RETRY_S,
+        single_writer: bool = False,
+    ) -> None:
+        """single_writer: nobody else writes here meanwhile, so that stores without create-only writes are safe too."""
         self.options = dict(options or {})
         self.retry_s = retry_s
+        self.single_writer = single_writer
         protocol, separator, rest = url.partition("://")
         if separator and protocol not in ("file", "local"):
             self.url = url.rstrip("/")
             if not rest.strip("/"):
                 raise StorageError(f"{url}: names no bucket; give {protocol}://BUCKET/PREFIX")
             protocol = "s3" if protocol == "s3a" else protocol
-            self._backend: _Backend = _RemoteFiles(protocol, self.url, self.options, retry_s)
+            self._backend: _Backend = RemoteFiles(protocol, self.url, self.options, retry_s, single_writer)
         else:
             self.url = os.path.abspath(os.path.expanduser(rest if separator else url))
             self._backend = LocalFiles(self.url)
@@ -318,11 +127,11 @@ class Storage:
     def child(self, *parts: str) -> Storage:
         """The Storage of a prefix below this one."""
         url = "/".join([self.url, *(self._checked(part) for part in parts)])
-        return Storage(url, self.options, retry_s=self.retry_s)
+        return Storage(url, self.options, retry_s=self.retry_s, single_writer=self.single_writer)
 
     def with_retry_s(self, retry_s: float) -> Storage:
         """The same Storage, which gives up after another time, seconds."""
-        return Storage(self.url, self.options, retry_s=retry_s)
+        return Storage(self.url, self.options, retry_s=retry_s, single_writer=self.single_writer)
 
     def local_path(self, path: str = "") -> Path | None:
         """The object's file when the store is a local folder, for readers that map it; None elsewhere."""
@@ -412,7 +221,11 @@ class Storage:
             with self._told("fetch", path, FileNotFoundError):
                 local.parent.mkdir(parents=True, exist_ok=True)
                 self._backend.download(path, partial)
-                check_file(partial, self.where(path), size=size, sha256=sha256)
+                try:
+                    check_file(partial, self.where(path), size=size, sha256=sha256)
+                except DamagedObject:  # or the transfer was: only a second one can tell
+                    self._backend.download(path, partial)
+                    check_file(partial, self.where(path), size=size, sha256=sha256)
             os.replace(partial, local)
         finally:
             partial.unlink(missing_ok=True)
@@ -452,24 +265,24 @@ class Storage:
         with self._told("clean", prefix):
             return self._backend.sweep(self._checked(prefix))
 
-    def check_writable(self, *, require_create_only: bool = True) -> None:
+    def check_writable(self) -> None:
         """Try every operation that a job needs, for real, with one small object that is removed again.
 
         Raises StorageError that names the wrong bucket, missing permission, read-only folder, or a store that ignores
-        create-only writes (which only a job whose config promises a single writer may use).
+        create-only writes (which only a single writer may use).
         """
         path, data = f"probe-{secrets.token_hex(6)}", secrets.token_bytes(16)
         self.create(path, data)
         try:
             if (back := self.read_bytes(path)) != data:
                 raise StorageError(f"{self.where(path)}: 16 bytes were written and {len(back)} other ones came back")
-            if require_create_only:
-                with contextlib.suppress(FileExistsError):
-                    self.create(path, b"second writer")
-                    raise StorageError(
-                        f"{self.url}: the store ignores create-only writes (If-None-Match), so two runs could "
-                        f"overwrite each other's checkpoints; use a store that honours them"
-                    )
+            with contextlib.suppress(FileExistsError):
+                self.create(path, b"second writer")
+                raise StorageError(
+                    f"{self.url}: the store ignores create-only writes (If-None-Match), so two runs could overwrite "
+                    f"each other's checkpoints; use a store that honours them, or, if you promise that only one "
+                    f"process at a time writes this job, set storage.single_writer: true"
+                )
             if path not in {info.name for info in self.list()}:
                 raise StorageError(f"{self.where(path)} was written but a listing does not show it; use another store")
             self.write(path, data[::-1])

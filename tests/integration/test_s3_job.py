@@ -1,4 +1,7 @@
-"""The whole job on S3: the same bits as on a local disk, whole or killed in the middle; nothing wrong in the bucket."""
+"""The whole job on S3: the same bits as on a local disk, whole or killed in the middle; nothing wrong in the bucket.
+
+On SeaweedFS, and on `rclone serve s3`, which ignores create-only writes and is used by promising a single writer.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +66,30 @@ def local(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Pat
     return root
 
 
+@pytest.fixture(scope="module", params=["seaweedfs", "rclone"])
+def server(request: pytest.FixtureRequest) -> str:
+    """Which server the job lies on."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def s3_environment(request: pytest.FixtureRequest, server: str) -> dict[str, str]:
+    """The environment that leads to that server: for this file, what all others take from moto."""
+    return request.getfixturevalue(server)
+
+
 @pytest.fixture
-def finished(s3_url: str, s3_environment: dict[str, str], job_root: Path, tmp_path: Path) -> Callable[..., Path]:
+def overrides(server: str, job_root: Path) -> tuple[str, ...]:
+    """What the job's config needs there."""
+    promise = ("storage.single_writer=true",) if server == "rclone" else ()
+    return (f"monitor.tracking_uri=sqlite:///{job_root}/mlflow.db", *promise)
+
+
+@pytest.fixture
+def finished(
+    s3_url: str, s3_environment: dict[str, str], overrides: tuple[str, ...], tmp_path: Path
+) -> Callable[..., Path]:
     """Runs the job on S3, dying at the given requests in turn, until it ends; returns its folder, downloaded."""
-    overrides = (f"monitor.tracking_uri=sqlite:///{job_root}/mlflow.db",)
 
     def finish(*kill_points: int) -> Path:
         for point in kill_points:
@@ -87,7 +110,7 @@ def assert_same(local: Path, remote: Path, job_root: Path) -> None:
 
 
 def test_the_whole_job_is_the_same_as_on_a_local_disk(
-    finished: Callable[..., Path], local: Path, s3_url: str, job_root: Path
+    finished: Callable[..., Path], local: Path, s3_url: str, job_root: Path, overrides: tuple[str, ...]
 ) -> None:
     remote = finished()
     url = job_url(small_config(s3_url))
@@ -98,11 +121,11 @@ def test_the_whole_job_is_the_same_as_on_a_local_disk(
     assert len(trace_step(url, 12)["experiences"]) == 16
     assert_same(local, remote, job_root)
     names = [info.name for info in Storage(url).list(recursive=True) if "lease" not in info.name]
-    train(small_config(s3_url, f"monitor.tracking_uri=sqlite:///{job_root}/mlflow.db"))  # again: nothing is trained
+    train(small_config(s3_url, *overrides))  # again: nothing is trained
     assert [info.name for info in Storage(url).list(recursive=True) if "lease" not in info.name] == names
 
 
-@pytest.mark.parametrize("kill_points", [(25,), (45, 20)])
+@pytest.mark.parametrize("kill_points", [(25,), pytest.param((45, 20), marks=pytest.mark.slow)])
 def test_killed_in_the_middle_it_ends_in_the_same_bits(
     finished: Callable[..., Path], local: Path, s3_url: str, job_root: Path, kill_points: tuple[int, ...]
 ) -> None:
