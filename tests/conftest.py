@@ -91,6 +91,7 @@ def _proxy(s3_environment: dict[str, str]) -> Iterator[FaultyS3]:
 def faulty_s3(s3_url: str, _proxy: FaultyS3) -> FaultyS3:
     """A proxy in front of the S3 server: set its `rule` to make it fail. Lead a Storage there by `endpoint_url`."""
     _proxy.requests.clear()
+    _proxy.faults.clear()
     _proxy.rule = lambda method, path, authorization: None
     return _proxy
 

@@ -1,13 +1,35 @@
 """A proxy in front of an S3 server that fails on request: what a network and a store really do, without patches."""
 
 import http.client
+import random
+import re
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["500", "503", "403", "expired", "cut_before", "cut_after", "ignore_condition"]
+Fault = Literal[
+    "500",
+    "503",
+    "403",
+    "400",
+    "expired",
+    "expired_400",
+    "bad_key",
+    "cut_before",
+    "cut_after",
+    "cut_body",
+    "short_body",
+    "hang",
+    "slow",
+    "ignore_condition",
+]
+"""cut_before, cut_after: the connection ends without an answer, before or after the server did its work. cut_body: it
+ends in the middle of the body. short_body: half of the body, as if that were all. hang: an answer that comes too late.
+"""
 Rule = Callable[[str, str, str], Fault | None]
 """(method, path with query, authorization header) -> what goes wrong with this request."""
 
@@ -15,8 +37,37 @@ _ERRORS = {
     "500": (500, "InternalError", "We encountered an internal error. Please try again."),
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "403": (403, "AccessDenied", "Access Denied"),
+    "400": (400, "InvalidRequest", "The request is not valid."),
     "expired": (403, "ExpiredToken", "The provided token has expired."),
+    "expired_400": (400, "ExpiredToken", "The provided token has expired."),
+    "bad_key": (403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."),
 }
+
+
+def first_times(number: int, fault: Fault, method: str = "PUT", within: str = "") -> Rule:
+    """Fail the first `number` requests of a method ("": any) whose path contains the text."""
+    seen: list[str] = []
+
+    def rule(request_method: str, path: str, authorization: str) -> Fault | None:
+        if method not in ("", request_method) or within not in path:
+            return None
+        seen.append(path)
+        return fault if len(seen) <= number else None
+
+    return rule
+
+
+def now_and_then(share: float, faults: Sequence[Fault], seed: int) -> Rule:
+    """A rule by which a share of all requests fail, the same ones each time, whichever thread sends them."""
+    seen: Counter[str] = Counter()
+
+    def rule(method: str, path: str, authorization: str) -> Fault | None:
+        request = f"{method} {re.sub('[0-9a-f]{32}', '', path)}"  # without the test's own prefix
+        seen[request] += 1
+        rng = random.Random(f"{seed} {seen[request]} {request}")
+        return rng.choice(faults) if rng.random() < share else None
+
+    return rule
 
 
 class FaultyS3:
@@ -26,6 +77,12 @@ class FaultyS3:
         host = urlsplit(target).netloc
         self.rule: Rule = lambda method, path, authorization: None
         self.requests: list[tuple[str, str]] = []
+        self.faults: Counter[Fault] = Counter()
+        """How often which fault was made."""
+        self.hang_s = 3.0
+        """A client must give up before."""
+        self.latency_s = 5.0
+        """Of a slow answer."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,6 +114,8 @@ class FaultyS3:
                 proxy.requests.append((self.command, self.path))
                 body = self._body()
                 fault = proxy.rule(self.command, self.path, self.headers.get("Authorization", ""))
+                if fault is not None:
+                    proxy.faults[fault] += 1
                 if fault in _ERRORS:
                     status, code, message = _ERRORS[fault]
                     text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
@@ -74,10 +133,28 @@ class FaultyS3:
                 response = upstream.getresponse()
                 content = response.read()
                 upstream.close()
-                if fault == "cut_after":
+                if fault in ("hang", "slow"):
+                    time.sleep(proxy.hang_s if fault == "hang" else proxy.latency_s)
+                if fault in ("cut_after", "hang"):
                     self.close_connection = True
                     return
+                if fault in ("cut_body", "short_body"):
+                    self._answer_half(response, content, told=fault == "cut_body")
+                    return
                 self._answer(response.status, response.getheaders(), content)
+
+            def _answer_half(self, response: http.client.HTTPResponse, content: bytes, *, told: bool) -> None:
+                """Half of the body, and the end of the connection; told: the header says how long it should be."""
+                half = content[: len(content) // 2]
+                headers = [(name, value) for name, value in response.getheaders() if "checksum" not in name.lower()]
+                self.close_connection = True
+                if self.command == "HEAD" or not told:
+                    self._answer(response.status, headers, half)
+                    return
+                self.send_response_only(response.status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(half)
 
             do_GET = do_PUT = do_POST = do_PATCH = do_HEAD = do_DELETE = _forward
 

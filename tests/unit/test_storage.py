@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engines.errors import StorageError
-from tests.faulty_s3 import Fault, FaultyS3, Rule
+from tests.faulty_s3 import Fault, FaultyS3, first_times
 from trinity_tasks.remote_files import part_bytes
 from trinity_tasks.storage import DamagedObject, ObjectInfo, Storage
 
@@ -33,19 +33,6 @@ def local(tmp_path: Path) -> Storage:
 
 def via(proxy: FaultyS3, url: str, retry_s: float = 20) -> Storage:
     return Storage(url, {"endpoint_url": proxy.url}, retry_s=retry_s)
-
-
-def first_times(number: int, fault: Fault, method: str = "PUT") -> Rule:
-    """Fail the first `number` requests of a method."""
-    seen: list[str] = []
-
-    def rule(request_method: str, path: str, authorization: str) -> Fault | None:
-        if request_method != method:
-            return None
-        seen.append(path)
-        return fault if len(seen) <= number else None
-
-    return rule
 
 
 def test_objects_come_back_and_are_listed(store: Storage) -> None:
@@ -306,9 +293,22 @@ def test_preflight_finds_a_store_that_ignores_create_only(s3_url: str, faulty_s3
     store = via(faulty_s3, s3_url)
     with pytest.raises(StorageError, match="ignores create-only writes"):
         store.check_writable()
-    single = Storage(s3_url, {"endpoint_url": faulty_s3.url}, single_writer=True)
-    single.check_writable()
     assert store.list() == []
+
+
+def test_a_single_writer_needs_no_create_only_writes(s3_url: str, faulty_s3: FaultyS3) -> None:
+    faulty_s3.rule = lambda *_: "ignore_condition"
+    store = Storage(s3_url, {"endpoint_url": faulty_s3.url}, single_writer=True)
+    store.check_writable()
+    assert store.list() == []
+    for each in (store.child("a"), store.with_retry_s(5).child("b"), pickle.loads(pickle.dumps(store)).child("c")):
+        each.create("x", b"first")
+        with pytest.raises(FileExistsError):
+            each.create("x", b"second")
+        assert each.read_bytes("x") == b"first"
+    faulty_s3.rule = first_times(1, "cut_after")
+    store.create("lost answer", b"mine")
+    assert store.read_bytes("lost answer") == b"mine"
 
 
 def test_unknown_protocols_and_empty_buckets_are_refused() -> None:
