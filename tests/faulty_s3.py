@@ -1,5 +1,6 @@
 """A proxy in front of an S3 server that fails on request: what a network and a store really do, without patches."""
 
+import contextlib
 import http.client
 import random
 import re
@@ -99,16 +100,22 @@ class FaultyS3:
                     pass
                 return b"".join(parts)
 
-            def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+            def _answer(
+                self, status: int, headers: list[tuple[str, str]], body: bytes, announced: int | None = None
+            ) -> None:
+                """announced: bytes that the header promises, if not those of the body."""
                 self.send_response_only(status)
                 for name, value in headers:
                     if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                         self.send_header(name, value)
                 length = dict((name.lower(), value) for name, value in headers).get("content-length")
-                self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(body)))
+                if self.command != "HEAD" or length is None:
+                    length = str(len(body) if announced is None else announced)
+                self.send_header("Content-Length", length)
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(body)
+                    with contextlib.suppress(ConnectionError):  # the client has given up
+                        self.wfile.write(body)
 
             def _forward(self) -> None:
                 proxy.requests.append((self.command, self.path))
@@ -135,7 +142,7 @@ class FaultyS3:
                 upstream.close()
                 if fault in ("hang", "slow"):
                     time.sleep(proxy.hang_s if fault == "hang" else proxy.latency_s)
-                if fault in ("cut_after", "hang"):
+                if fault in ("cut_after", "hang") or (fault == "cut_body" and not content):
                     self.close_connection = True
                     return
                 if fault in ("cut_body", "short_body"):
@@ -147,14 +154,8 @@ class FaultyS3:
                 """Half of the body, and the end of the connection; told: the header says how long it should be."""
                 half = content[: len(content) // 2]
                 headers = [(name, value) for name, value in response.getheaders() if "checksum" not in name.lower()]
+                self._answer(response.status, headers, half, len(content) if told else None)
                 self.close_connection = True
-                if self.command == "HEAD" or not told:
-                    self._answer(response.status, headers, half)
-                    return
-                self.send_response_only(response.status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(half)
 
             do_GET = do_PUT = do_POST = do_PATCH = do_HEAD = do_DELETE = _forward
 
