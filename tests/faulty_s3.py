@@ -24,12 +24,18 @@ Fault = Literal[
     "cut_after",
     "cut_body",
     "short_body",
+    "flip",
+    "flip_unsaid",
     "hang",
     "slow",
     "ignore_condition",
 ]
-"""cut_before, cut_after: the connection ends without an answer, before or after the server did its work. cut_body: it
-ends in the middle of the body. short_body: half of the body, as if that were all. hang: an answer that comes too late.
+"""What goes wrong, where the name does not say it.
+
+cut_before, cut_after: the connection ends without an answer, before or after the server did its work.
+cut_body, short_body: half of the body; then the connection ends, or as if that were all.
+flip, flip_unsaid: one bit of the body differs; the checksum of the store tells, or there is none.
+hang, slow: an answer that never comes, or comes late.
 """
 Rule = Callable[[str, str, str], Fault | None]
 """(method, path with query, authorization header) -> what goes wrong with this request."""
@@ -100,17 +106,15 @@ class FaultyS3:
                     pass
                 return b"".join(parts)
 
-            def _answer(
-                self, status: int, headers: list[tuple[str, str]], body: bytes, announced: int | None = None
-            ) -> None:
-                """announced: bytes that the header promises, if not those of the body."""
+            def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, announced: int) -> None:
+                """announced: bytes that the header promises."""
                 self.send_response_only(status)
                 for name, value in headers:
                     if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                         self.send_header(name, value)
                 length = dict((name.lower(), value) for name, value in headers).get("content-length")
                 if self.command != "HEAD" or length is None:
-                    length = str(len(body) if announced is None else announced)
+                    length = str(announced)
                 self.send_header("Content-Length", length)
                 self.end_headers()
                 if self.command != "HEAD":
@@ -125,8 +129,8 @@ class FaultyS3:
                     proxy.faults[fault] += 1
                 if fault in _ERRORS:
                     status, code, message = _ERRORS[fault]
-                    text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
-                    self._answer(status, [("Content-Type", "application/xml")], text.encode())
+                    text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+                    self._answer(status, [("Content-Type", "application/xml")], text, len(text))
                     return
                 if fault == "cut_before":
                     self.close_connection = True
@@ -145,17 +149,16 @@ class FaultyS3:
                 if fault in ("cut_after", "hang") or (fault == "cut_body" and not content):
                     self.close_connection = True
                     return
+                answered, announced = response.getheaders(), len(content)
+                if fault in ("cut_body", "short_body", "flip_unsaid"):
+                    answered = [(name, value) for name, value in answered if "checksum" not in name.lower()]
                 if fault in ("cut_body", "short_body"):
-                    self._answer_half(response, content, told=fault == "cut_body")
-                    return
-                self._answer(response.status, response.getheaders(), content)
-
-            def _answer_half(self, response: http.client.HTTPResponse, content: bytes, *, told: bool) -> None:
-                """Half of the body, and the end of the connection; told: the header says how long it should be."""
-                half = content[: len(content) // 2]
-                headers = [(name, value) for name, value in response.getheaders() if "checksum" not in name.lower()]
-                self._answer(response.status, headers, half, len(content) if told else None)
-                self.close_connection = True
+                    content = content[: len(content) // 2]
+                    announced = announced if fault == "cut_body" else len(content)
+                    self.close_connection = True
+                if fault in ("flip", "flip_unsaid"):
+                    content = bytes([content[0] ^ 1]) + content[1:] if content else content
+                self._answer(response.status, answered, content, announced)
 
             do_GET = do_PUT = do_POST = do_PATCH = do_HEAD = do_DELETE = _forward
 

@@ -256,15 +256,28 @@ def test_a_body_that_is_always_cut_is_never_taken_for_the_whole(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transfer_that_was_cut_is_no_damaged_object(s3_url: str, faulty_s3: FaultyS3, tmp_path: Path) -> None:
-    """A damaged object makes a resume go back to an older commit; a cut transfer must not."""
+@pytest.mark.parametrize("fault", ["short_body", "flip", "flip_unsaid"])
+def test_a_transfer_that_went_wrong_is_no_damaged_object(
+    s3_url: str, faulty_s3: FaultyS3, tmp_path: Path, fault: Fault
+) -> None:
+    """A damaged object makes a resume go back to an older commit; a bad transfer must not."""
     store = via(faulty_s3, s3_url)
     (tmp_path / "source").write_bytes(random.Random(0).randbytes(2000))
     record = store.put_file(tmp_path / "source", "x")
-    faulty_s3.rule = first_times(1, "short_body", "GET")
+    faulty_s3.rule = first_times(1, fault, "GET")
     store.get_file("x", tmp_path / "back", size=record.size, sha256=record.sha256)
     assert (tmp_path / "back").read_bytes() == (tmp_path / "source").read_bytes()
-    assert faulty_s3.faults["short_body"] == 1
+    assert faulty_s3.faults[fault] == 1
+
+
+def test_a_checksum_of_the_store_is_looked_at(s3_url: str, faulty_s3: FaultyS3) -> None:
+    store = via(faulty_s3, s3_url)
+    store.write("x", b"content")
+    faulty_s3.rule = first_times(2, "flip", "GET")
+    assert store.read_bytes("x") == b"content"
+    faulty_s3.rule = lambda *_: "flip"
+    with pytest.raises(StorageError, match=rf"cannot read {s3_url}/x: .*checksum"):
+        store.with_retry_s(0).read_bytes("x")
 
 
 def test_an_upload_in_parts_whose_last_answer_was_lost_is_whole(
@@ -285,7 +298,7 @@ def test_an_upload_in_parts_whose_last_answer_was_lost_is_whole(
     assert faulty_s3.faults["cut_after"] == 2
 
 
-@pytest.mark.parametrize("fault", ["expired", "expired_400", "bad_key"])
+@pytest.mark.parametrize("fault", ["expired_400", "bad_key"])
 def test_credentials_that_are_refused_for_a_moment_cost_nothing(s3_url: str, faulty_s3: FaultyS3, fault: Fault) -> None:
     store = via(faulty_s3, s3_url)
     calls: list[tuple[Callable[[], object], object]] = [

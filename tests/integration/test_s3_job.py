@@ -125,6 +125,7 @@ def test_the_whole_job_is_the_same_as_on_a_local_disk(
     assert [info.name for info in Storage(url).list(recursive=True) if "lease" not in info.name] == names
 
 
+@pytest.mark.parametrize("server", ["seaweedfs", pytest.param("rclone", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("kill_points", [(25,), pytest.param((45, 20), marks=pytest.mark.slow)])
 def test_killed_in_the_middle_it_ends_in_the_same_bits(
     finished: Callable[..., Path], local: Path, s3_url: str, job_root: Path, kill_points: tuple[int, ...]

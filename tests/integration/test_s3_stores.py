@@ -18,7 +18,7 @@ from engines.errors import LeaseLost, StorageError
 from tests.experience_rows import make_rows, uids
 from tests.held_job import CURSOR, Job, flip, restored_step, staged
 from tests.integration.command import Workplace
-from tests.integration.small_job import small_config
+from tests.integration.small_job import small_config, train
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
 from trinity_tasks.buffer.cursor import Cursor
 from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
@@ -93,6 +93,7 @@ def test_objects_come_back_are_listed_and_go(store: Storage) -> None:
         store.read_bytes("a/b/one")
 
 
+@on_seaweedfs
 def test_a_listing_of_more_than_one_page_is_whole(store: Storage) -> None:
     def write(index: int) -> None:
         for number in range(index, 1100, NUM_RACERS):
@@ -287,7 +288,15 @@ def test_of_eight_that_want_a_job_one_gets_it(store: Storage) -> None:
 
 
 @on_rclone
-def test_the_command_refuses_the_store_before_anything_starts(
+def test_a_run_without_the_promise_is_refused_before_anything_starts(store: Storage) -> None:
+    with pytest.raises(StorageError, match=r"/tests/small: the store ignores create-only writes"):
+        train(small_config(store.url))
+    assert store.list(recursive=True) == []
+
+
+@on_rclone
+@pytest.mark.slow
+def test_the_command_says_what_the_store_lacks(
     store: Storage, tmp_path: Path, s3_environment: dict[str, str], prefect_api: str
 ) -> None:
     place = Workplace.make(tmp_path)
