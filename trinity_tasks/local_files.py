@@ -184,7 +184,7 @@ class LocalFiles:
             os.replace(tmp, target)
         _sync(os.path.dirname(target))
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path, has_hash: bool) -> None:
         shutil.copyfile(self._full(path), local)
 
     def list(self, prefix: str, recursive: bool) -> list[tuple[str, int]]:

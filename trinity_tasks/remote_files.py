@@ -135,6 +135,10 @@ class RemoteFiles:
             return {}
         return {"chunksize": part_bytes(size), "max_concurrency": NUM_PARTS_AT_ONCE}
 
+    def _in_one_piece(self) -> dict[str, Any]:
+        """For what no hash vouches for: when parts arrive at once, s3fs fills with zeros what one of them lacks."""
+        return {"max_concurrency": 1} if self.protocol == "s3" else {}
+
     def _check_arrived(self, filesystem: Any, path: str, num_bytes: int) -> None:
         """A body can be cut without an error, by a proxy that counts what it passes on. Raises CutShort."""
         size = filesystem.info(self._full(path))["size"]
@@ -142,10 +146,8 @@ class RemoteFiles:
             raise CutShort(f"{num_bytes} of {size} bytes arrived")
 
     def read(self, path: str) -> bytes:
-        whole = {"max_concurrency": 1} if self.protocol == "s3" else {}  # s3fs fills what parts lack with zeros
-
         def call(fs: Any) -> bytes:
-            data: bytes = fs.cat_file(self._full(path), **whole)
+            data: bytes = fs.cat_file(self._full(path), **self._in_one_piece())
             self._check_arrived(fs, path, len(data))
             return data
 
@@ -184,9 +186,11 @@ class RemoteFiles:
         options = self._transfer_options(local.stat().st_size)
         self._call(lambda fs: fs.put_file(str(local), self._full(path), **options))
 
-    def download(self, path: str, local: Path) -> None:
+    def download(self, path: str, local: Path, has_hash: bool) -> None:
+        options = self._transfer_options(0) if has_hash else self._in_one_piece()
+
         def call(fs: Any) -> None:
-            fs.get_file(self._full(path), str(local), **self._transfer_options(0))
+            fs.get_file(self._full(path), str(local), **options)
             self._check_arrived(fs, path, local.stat().st_size)
 
         self._call(call)
@@ -243,15 +247,13 @@ def _client_errors(protocol: str) -> tuple[tuple[type[Exception], ...], tuple[ty
         return (), transient
     import aiohttp
     import botocore.exceptions as botocore  # pyright: ignore[reportMissingTypeStubs]
-    from botocore.parsers import ResponseParserError  # pyright: ignore[reportMissingTypeStubs]
 
     retryable = (
         botocore.HTTPClientError,
         botocore.ConnectionError,
         botocore.IncompleteReadError,
         botocore.FlexibleChecksumError,
-        ResponseParserError,
         aiohttp.ClientError,
         *transient,
     )
-    return (botocore.BotoCoreError, botocore.ClientError, ResponseParserError, aiohttp.ClientError), retryable
+    return (botocore.BotoCoreError, botocore.ClientError, aiohttp.ClientError), retryable

@@ -16,6 +16,7 @@ import pytest
 
 from engines.errors import LeaseLost, StorageError
 from tests.experience_rows import make_rows, uids
+from tests.faulty_s3 import FaultyS3, first_times
 from tests.held_job import CURSOR, Job, flip, restored_step, staged
 from tests.integration.command import Workplace
 from tests.integration.small_job import small_config, train
@@ -157,6 +158,23 @@ def test_a_large_object_is_created_once(store: Storage) -> None:
     with pytest.raises(FileExistsError):
         store.create("big", content[1:])
     assert store.read_bytes("big") == content
+
+
+def test_an_upload_in_parts_whose_last_answer_was_lost_is_whole(
+    store: Storage, s3_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The client asks again: SeaweedFS answers as before, rclone that there is no such upload."""
+    content = random.Random(2).randbytes(2**20) * 33
+    (tmp_path / "source").write_bytes(content)
+    with FaultyS3(s3_environment["AWS_ENDPOINT_URL_S3"]) as proxy:
+        faulty = Storage(store.url, {"endpoint_url": proxy.url}, single_writer=store.single_writer)
+        proxy.rule = first_times(1, "cut_after", "POST", within="uploadId=")
+        record = faulty.put_file(tmp_path / "source", "big")
+        proxy.rule = first_times(1, "cut_after", "POST", within="uploadId=")
+        faulty.create("created", content)
+        assert proxy.faults["cut_after"] == 2
+    store.get_file("big", tmp_path / "back", size=record.size, sha256=record.sha256)
+    assert store.read_bytes("created") == content
 
 
 def test_wrong_keys_are_named(store: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,0 @@
-"""Any: the library carries no type information."""
-
-from typing import Any
-
-def __getattr__(name: str) -> Any: ...
