@@ -23,8 +23,9 @@ from tests.experience_rows import make_rows
 from tests.faulty_s3 import Fault, FaultyS3, first_times, now_and_then
 from tests.held_job import CURSOR, Job, restored_step, safetensors, staged
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.cursor import Position
 from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
+from trinity_tasks.buffer.strategies import Fifo
 from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import DamagedObject, Storage
@@ -78,23 +79,23 @@ def write_all(store: Storage, name: str, num_shards: int) -> None:
 
 def take_all(store: Storage, num_rows: int) -> list[Experience]:
     """Every row in the order of the ledger, by a reader that begins anew now and then, as after a crash."""
-    reader, ledger, cursor = ExperienceReader(store, "main"), Ledger(store), Cursor.start()
+    strategy, ledger, position = Fifo(ExperienceReader(store, "main"), BATCH), Ledger(store), Position()
     rows: list[Experience] = []
     while len(rows) < num_rows:
-        claimed = reader.claim(cursor, BATCH)
-        if claimed is None:
+        step = len(rows) // BATCH + 1
+        claim = strategy.claim(position, step)
+        if claim is None:
             time.sleep(POLL_S)
             continue
-        ref, after = claimed
-        batch = reader.read(ref)
-        step = len(rows) // BATCH + 1
-        entry = LedgerEntry.of(step, ref, batch, before=cursor, after=after, attempt=1)
-        assert ledger.record(entry) == entry
+        batch = strategy.read(claim.ref)
+        entry = LedgerEntry.of(step, claim, batch, before=position, attempt=1)
+        ledger.record(entry)
+        assert ledger.recorded(step, position) == entry
         if step % 10 == 0:
-            reader = ExperienceReader(store, "main")
-            assert reader.read(ledger.read(step).ref)[0].eid == batch[0].eid
+            strategy = Fifo(ExperienceReader(store, "main"), BATCH)
+            assert strategy.read(ledger.read(step).ref)[0].eid == batch[0].eid
         rows += batch
-        cursor = after
+        position = claim.after
     return rows
 
 

@@ -21,8 +21,9 @@ from tests.held_job import CURSOR, Job, flip, restored_step, staged
 from tests.integration.command import Workplace
 from tests.integration.small_job import small_config, train
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter
-from trinity_tasks.buffer.cursor import Cursor
+from trinity_tasks.buffer.cursor import Position
 from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
+from trinity_tasks.buffer.strategies import Fifo
 from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.job import job_url
 from trinity_tasks.lease import Lease
@@ -242,20 +243,20 @@ def test_each_row_of_two_writers_is_taken_once(store: Storage) -> None:
         writer.write(make_rows(1, 2), index=5)
     writer.end()
 
-    reader, ledger, cursor = ExperienceReader(store, "main"), Ledger(store), Cursor.start()
+    strategy, ledger, position = Fifo(ExperienceReader(store, "main"), 8), Ledger(store), Position()
     taken: list[str] = []
-    while claimed := reader.claim(cursor, 8):
-        ref, after = claimed
-        batch = reader.read(ref)
-        entry = LedgerEntry.of(len(taken) // 8 + 1, ref, batch, before=cursor, after=after, attempt=1)
-        assert ledger.record(entry) == entry
-        late = entry.model_copy(update={"attempt": 2, "num_groups": 99})
-        assert ledger.record(late) == entry
+    while claim := strategy.claim(position, step := len(taken) // 8 + 1):
+        batch = strategy.read(claim.ref)
+        entry = LedgerEntry.of(step, claim, batch, before=position, attempt=1)
+        ledger.record(entry)
+        with pytest.raises(FileExistsError):
+            ledger.record(entry.model_copy(update={"attempt": 2, "num_groups": 99}))
+        assert ledger.recorded(step, position) == entry
         taken += uids(batch)
-        cursor = after
+        position = claim.after
     assert sorted(taken) == sorted(uids([row for shards in rows.values() for shard in shards for row in shard]))
     assert ledger.steps() == list(range(1, 10))
-    assert [uids(reader.read(ledger.read(step).ref)) for step in (1, 9)] == [taken[:8], taken[-8:]]
+    assert [uids(strategy.read(ledger.read(step).ref)) for step in (1, 9)] == [taken[:8], taken[-8:]]
 
 
 def test_a_commit_comes_back_whole_and_a_damaged_one_is_passed_over(store: Storage, tmp_path: Path) -> None:
