@@ -109,11 +109,11 @@ def test_rows_come_back_bit_for_bit(rows: list[Experience]) -> None:
 
 
 def test_a_shard_larger_than_a_row_group_comes_back() -> None:
-    rows = make_rows(num_groups=200, group_size=3, version=5)
+    rows = make_rows(num_groups=400, group_size=3, version=5)
     shard = decode(encode(rows), "shard")
-    assert_same_rows(shard.rows(0, 600), rows)
-    assert_same_rows(shard.rows(250, 263), rows[250:263])
-    assert shard.group_starts == tuple(range(0, 600, 3))
+    assert_same_rows(shard.rows(0, 1200), rows)
+    assert_same_rows(shard.rows(1020, 1033), rows[1020:1033])
+    assert shard.group_starts == tuple(range(0, 1200, 3))
 
 
 def test_a_prompt_that_was_cut_comes_back() -> None:
@@ -166,11 +166,11 @@ def test_what_is_not_json_or_text_is_refused_by_name() -> None:
 
 
 def test_pandas_and_plain_pyarrow_read_it() -> None:
-    rows = make_rows(num_groups=100, group_size=4, version=5)
+    rows = make_rows(num_groups=300, group_size=4, version=5)
     data = encode(rows)
     frame = pd.read_parquet(io.BytesIO(data))
     assert frame["reward"].tolist() == [row.reward for row in rows]
-    assert frame["model_version"].tolist() == [5] * 400
+    assert frame["model_version"].tolist() == [5] * 1200
     assert frame["tokens"][7].tolist() == rows[7].tokens.tolist()
     assert json.loads(str(frame["info"][0])) == {"task_index": 7}
     assert frame["eid_task"].tolist() == [str(row.eid.task) for row in rows]
@@ -210,6 +210,20 @@ def test_a_shard_of_another_program_is_read() -> None:
     assert_same_rows(decode(foreign_shard(rows), "shard").rows(0, 6), rows)
 
 
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["{}", "{}", "{},{}"], r"row 2: info is not JSON \(Extra data"),
+        (["{}", "", "{}"], r"row 1: info is not JSON \(Expecting value"),
+        (['["a', 'b"]', "1,2"], r"row 0: info is not JSON \(Unterminated string"),
+        (["{}", "[1]", "{}"], "row 1: info is a JSON list"),
+    ],
+)
+def test_texts_that_are_not_one_json_object_each_are_refused(texts: list[str], reason: str) -> None:
+    with pytest.raises(DataError, match=f"shard shard cannot be read: {reason}"):
+        decode(foreign_shard(make_rows(1, 3), replaced("info", pa.array(texts))), "shard")
+
+
 def test_a_column_without_values_is_left_out() -> None:
     rows = make_rows(num_groups=2, group_size=2, version=5)
     rows[1].reward = None
@@ -242,7 +256,7 @@ def replaced(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
             replaced("experience_type", pa.array(["single_turn", "other"])),
             "has a value that this version does not know",
         ),
-        (replaced("info", pa.array([None, "{"])), "rows 0 to 1: a column holds a bad value .*Expecting property name"),
+        (replaced("info", pa.array([None, "{"])), "row 1: info is not JSON .*Expecting property name"),
         (
             replaced("eid_batch", pa.array(["0", "x"])),
             "rows 0 to 1: a column holds a bad value .*invalid literal for int",

@@ -204,10 +204,11 @@ class ExperienceReader:
         for part in ref.ranges:
             shard = self.claimed(part).shard
             found = shard.rows(part.start, part.stop)
-            for row in found:
-                if owners.setdefault(row.eid.tid, part.shard) != part.shard:
+            for start, stop in shard.groups(part.start, part.stop):
+                if owners.setdefault(shard.group_id(start), part.shard) != part.shard:
                     stem = part.shard.rsplit("/", 1)[-1].removesuffix(".parquet")
-                    row.eid = dataclasses.replace(row.eid, batch=f"{stem}:{row.eid.batch}")
+                    for row in found[start - part.start : stop - part.start]:
+                        row.eid = dataclasses.replace(row.eid, batch=f"{stem}:{row.eid.batch}")
             rows += found
         return rows
 

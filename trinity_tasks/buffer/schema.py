@@ -12,6 +12,7 @@ one when it is opened.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ import pyarrow as pa
 from trinity_tasks.buffer.row_checks import DTYPES
 
 SCHEMA_VERSION: Final = 1
-ROW_GROUP_ROWS: Final = 256
+ROW_GROUP_ROWS: Final = 1024
 MAX_SHARD_ROWS: Final = 65_536
 """More in one write are refused, and a shard that says it has more is not decoded."""
 MAX_SHARD_BYTES: Final = 2**30
@@ -72,7 +73,7 @@ SCHEMA: Final[Any] = pa.schema(
 NAMES: Final = cast("list[str]", SCHEMA.names)
 
 
-def footer_bytes(data: bytes) -> int:
+def footer_bytes(data: bytes | memoryview) -> int:
     return int.from_bytes(data[-TAIL_BYTES:-4], "little")
 
 
@@ -84,3 +85,11 @@ def _plain(value: Any) -> Any:
 
 to_text: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, default=_plain).encode
 from_text: Final = json.JSONDecoder().decode
+
+
+def from_texts(texts: Sequence[str | None]) -> list[Any]:
+    """`from_text` of each, in one call; None where there is none. Raises ValueError."""
+    values = from_text(f"[{','.join('null' if text is None else text for text in texts)}]")
+    if len(values) != len(texts):
+        raise ValueError(f"{len(texts)} texts hold {len(values)} JSON values")
+    return values

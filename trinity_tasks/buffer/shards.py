@@ -6,14 +6,15 @@ there are (`reader.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, repeat
-from typing import Any, Final, cast
+from itertools import pairwise
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,11 +47,13 @@ from trinity_tasks.buffer.schema import (
     SCHEMA,
     SCHEMA_VERSION,
     TAIL_BYTES,
-    TEXT,
     VERSION_KEY,
     footer_bytes,
     from_text,
+    from_texts,
 )
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +103,13 @@ class Shard:
         """The last row at or before `row` at which a group begins, or the end of the shard."""
         return self.num_rows if row >= self.num_rows else self.group_starts[bisect_right(self.group_starts, row) - 1]
 
-    def groups(self, start: int = 0) -> Iterator[tuple[int, int]]:
-        """(first row, row behind the last) of each group from a boundary on."""
-        while start < self.num_rows:
-            stop = self.group_end(start)
-            yield start, stop
-            start = stop
+    def groups(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """(first row, row behind the last) of each group among these rows."""
+        stop = self.num_rows if stop is None else stop
+        while start < stop:
+            end = min(self.group_end(start), stop)
+            yield start, end
+            start = end
 
     def group_id(self, row: int) -> str:
         """The `eid.tid` of a row."""
@@ -133,10 +137,21 @@ class Shard:
                 lengths = lengths + np.diff(self._lists[name].offsets)
         return lengths
 
+    def check_texts(self) -> None:
+        """Each JSON text is one value, of the right kind; `rows` reads many at once. Raises DataError."""
+        for name in (*DICTS, *MESSAGES):
+            for row, text in enumerate(self._scalars.get(name, ())):
+                try:
+                    value: object = None if text is None else from_text(text)
+                except ValueError as error:
+                    raise DataError(f"row {row}: {name} is not JSON ({error})") from error
+                if not isinstance(value, dict if name in DICTS else list) and value is not None:
+                    raise DataError(f"row {row}: {name} is a JSON {type(value).__name__}")
+
     def rows(self, start: int, stop: int) -> list[Experience]:
         """Rows start to stop - 1, equal to those that were written, bit for bit.
 
-        Raises DataError if a JSON column cannot be read; only a shard of another program can have such.
+        Raises DataError if a column holds a bad value; only a shard of another program can have such.
         """
         size = stop - start
         none: list[Any] = [None] * size
@@ -145,35 +160,34 @@ class Shard:
         try:
             for name in (*DICTS, *MESSAGES):
                 if name in columns:
-                    columns[name] = [None if text is None else from_text(text) for text in columns[name]]
-            columns["eid"] = list(_eids(columns))
+                    columns[name] = from_texts(columns[name])
+            columns["eid"] = _eids(columns, size)
         except ValueError as error:
             raise DataError(f"{self.name}, rows {start} to {stop - 1}: a column holds a bad value ({error})") from error
         columns["info"] = _infos(columns.get("info", none), columns.get("model_version", none))
         columns["metrics"] = [value or {} for value in columns.get("metrics", none)]
-        # The constructor would turn single_turn rows with their mask into multi_turn ones, and is five times slower.
-        result: list[Experience] = [Experience.__new__(Experience) for _ in range(size)]
-        for name in _FIELDS:
-            deque(map(setattr, result, repeat(name), columns.get(name, none)), maxlen=0)
-        return result
+        # The constructor would turn single_turn rows with their mask into multi_turn ones.
+        return _instances(Experience, size, {name: columns.get(name, none) for name in _FIELDS})
 
 
-_FIELDS: Final = (
-    *("eid", "prompt_length", "reward", "truncate_status", "experience_type"),
-    *DTYPES,
-    *DICTS,
-    *TEXT,
-    *MESSAGES,
-)
-"""Every field of an experience."""
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Experience))
 
 
-def _eids(columns: dict[str, list[Any]]) -> list[EID]:
-    parts = (
-        [int(text) if is_int else text for text, is_int in zip(columns[name], columns[f"{name}_is_int"], strict=True)]
-        for name in ("eid_batch", "eid_task")
-    )
-    return list(map(EID, *parts, columns["eid_run"], columns["eid_step"], columns["eid_suffix"]))
+def _instances(kind: type[_T], size: int, columns: Mapping[str, Iterable[Any]]) -> list[_T]:
+    """Instances of a class with slots, one from each row; constructors would take five times as long."""
+    made = [kind.__new__(kind) for _ in range(size)]
+    for name, values in columns.items():
+        put: Callable[[_T, Any], None] = getattr(kind, name).__set__
+        deque(map(put, made, values), maxlen=0)
+    return made
+
+
+def _eids(columns: Mapping[str, list[Any]], size: int) -> list[EID]:
+    parts = {name: columns[f"eid_{name}"] for name in ("batch", "task", "run", "step", "suffix")}
+    for name in ("batch", "task"):
+        are_ints = columns[f"eid_{name}_is_int"]
+        parts[name] = [int(text) if is_int else text for text, is_int in zip(parts[name], are_ints, strict=True)]
+    return _instances(EID, size, parts)
 
 
 def _infos(infos: list[Any], versions: list[int | None]) -> list[dict[str, Any]]:
@@ -260,9 +274,10 @@ def _notes(metadata: Mapping[bytes, bytes], where: str) -> Mapping[str, JsonValu
 
 
 def _check_foreign(shard: Shard, where: str, limits: RowLimits) -> None:
-    """What `ExperienceWriter` checks before it writes."""
-    rows = shard.rows(0, shard.num_rows)
+    """What `ExperienceWriter` checks before it writes, or writes as it must be."""
     try:
+        shard.check_texts()
+        rows = shard.rows(0, shard.num_rows)
         validate(rows, limits)
         check_groups(rows)
     except DataError as error:
