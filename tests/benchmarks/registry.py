@@ -71,6 +71,16 @@ BENCHMARKS: dict[str, Benchmark] = {
             Measure("rss_kb_per_step", "KB", at_most=1),
         ),
     ),
+    "buffer_vs_sqlite": Benchmark(
+        "tests.benchmarks.buffer_speed:buffer_speed",
+        (
+            Measure("decode_experiences_per_s", "rows", at_least=40_000),
+            Measure("encode_experiences_per_s", "rows", at_least=20_000),
+            Measure("buffer_read_vs_sqlite", "x"),
+            Measure("buffer_write_vs_sqlite", "x"),
+            Measure("buffer_bytes_vs_sqlite", "x"),
+        ),
+    ),
     "startup_s": Benchmark("tests.benchmarks.startup:startup", (Measure("startup_s", "s", at_most=15),)),
 }
 
