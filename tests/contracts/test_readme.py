@@ -51,7 +51,8 @@ def test_commands_that_show_work_name_every_command() -> None:
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))
 def test_yaml_is_a_valid_config(block: str) -> None:
-    assert parse_config(yaml.safe_load(block)).group_size == 8
+    config = parse_config(yaml.safe_load(block))
+    assert (config.algorithm.algorithm_type, config.train_batch_size) in {("grpo", 16 * 8), ("sft", 64)}
 
 
 def test_overrides_fit_their_config() -> None:
