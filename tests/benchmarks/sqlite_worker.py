@@ -102,16 +102,17 @@ def _read_all(database: sqlite3.Connection) -> tuple[int, int]:
 def _from_blob(blob: bytes) -> trinity.Experience:
     num_pickled, _ = struct.unpack_from("<QQ", blob, 5)
     fields: dict[str, Any] = pickle.loads(memoryview(blob)[21 : 21 + num_pickled])["items"][0]
-    tensors = load(blob[21 + num_pickled :])
+    fields |= {name.removeprefix("0:"): tensor for name, tensor in load(blob[21 + num_pickled :]).items()}
     del fields["multi_modal_input_keys"]
     fields["eid"] = trinity.EID(**fields["eid"])
-    return trinity.Experience(**fields, **{name.removeprefix("0:"): tensor for name, tensor in tensors.items()})
+    return trinity.Experience(**fields)
 
 
 def _theirs(row: Experience) -> trinity.Experience:
-    tensors = {name: torch.from_numpy(getattr(row, name)) for name in ("tokens", "logprobs", "action_mask")}
+    fields: dict[str, Any] = {name: getattr(row, name) for name in PICKLED_FIELDS}
+    fields |= {name: torch.from_numpy(getattr(row, name)) for name in ("tokens", "logprobs", "action_mask")}
     eid = trinity.EID(row.eid.batch, row.eid.task, row.eid.run, row.eid.step, row.eid.suffix)
-    return trinity.Experience(eid, **{name: getattr(row, name) for name in PICKLED_FIELDS}, **tensors)
+    return trinity.Experience(eid, **fields)
 
 
 if __name__ == "__main__":
