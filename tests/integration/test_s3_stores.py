@@ -6,6 +6,7 @@ is refused there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import threading
@@ -257,6 +258,16 @@ def test_each_row_of_two_writers_is_taken_once(store: Storage) -> None:
     assert sorted(taken) == sorted(uids([row for shards in rows.values() for shard in shards for row in shard]))
     assert ledger.steps() == list(range(1, 10))
     assert [uids(strategy.read(ledger.read(step).ref)) for step in (1, 9)] == [taken[:8], taken[-8:]]
+
+
+def test_a_producer_never_replaces_its_shards(store: Storage) -> None:
+    """It is given the job's URL, and knows nothing of the promise in the job's config."""
+    rows = make_rows(1, 2)
+    with ExperienceWriter(store.url, writer="agent") as writer:
+        written = writer.write(rows)
+        with pytest.raises(FileExistsError):
+            writer.write(make_rows(2, 2), index=0)
+    assert hashlib.sha256(store.read_bytes(written.name)).hexdigest() == written.sha256
 
 
 def test_a_commit_comes_back_whole_and_a_damaged_one_is_passed_over(store: Storage, tmp_path: Path) -> None:

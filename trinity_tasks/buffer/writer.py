@@ -73,7 +73,8 @@ class ExperienceWriter:
         readers who this is and that it lives. durable: as in `Storage.create`. storage_options: as fsspec takes them.
         Raises ConfigError for a bad name, DataError if a shard of this writer was lost, StorageError.
         """
-        self._store = job if isinstance(job, Storage) else Storage(job, storage_options)
+        # The name is this process's alone, so looking first is enough on a store without create-only writes.
+        self._store = job if isinstance(job, Storage) else Storage(job, storage_options, single_writer=True)
         self._folder = BufferFolder(buffer)
         self.name = _new_name() if writer is None else writer
         check_name("writer", self.name)
