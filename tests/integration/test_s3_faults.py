@@ -30,7 +30,7 @@ from trinity_tasks.checkpoint import CheckpointStore
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import DamagedObject, Storage
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 CUTS: tuple[Fault, ...] = ("cut_before", "cut_after", "cut_body", "short_body")
 TRANSIENT: tuple[Fault, ...] = ("500", "503", *CUTS, "hang", "expired_400")

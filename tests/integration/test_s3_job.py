@@ -20,7 +20,7 @@ from trinity_tasks.inspection import describe, trace_step, verify
 from trinity_tasks.job import job_url
 from trinity_tasks.storage import Storage
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 def run(root: str, environment: dict[str, str], kill_at: int, overrides: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from trinity_tasks.job import job_url
 from trinity_tasks.lease import Lease
 from trinity_tasks.storage import DamagedObject, ObjectInfo, Storage
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NUM_RACERS = 8
 
