@@ -281,9 +281,8 @@ class Config(Frozen):
             raise ValueError(f"{name} needs a teacher; set model.teacher_model_path")
         if "expert_rows" in needs and (tasks.expert_taskset is None) == (buffers.expert_buffer.data is None):
             raise ValueError(
-                f"{name} mixes in an expert's experiences; set one of buffer.trainer_input.expert_buffer.data: data "
-                "that exists, and buffer.explorer_input.expert_taskset: tasks whose own "
-                "answers are the expert's"
+                f"{name} mixes in an expert's experiences; set buffer.explorer_input.expert_taskset: tasks "
+                "whose own answers are the expert's, or buffer.trainer_input.expert_buffer.data; one of both"
             )
 
     def _check_stage(self, stage_name: str) -> None:

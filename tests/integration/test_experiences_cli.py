@@ -98,7 +98,8 @@ def test_the_text_fits_the_terminal_and_says_the_same(place: Workplace, ledger: 
     assert lines[:2] == [f"{place.folder / JOB}, buffer main", "other buffers: spare"]
     assert f"{NUM_TRAINED + NUM_WAITING} rows in 14 groups; the buffer has 7 shards" in lines
     assert f"by writer: explorer {NUM_TRAINED}, late {NUM_WAITING}" in lines
-    assert f"trained: {NUM_TRAINED}; in the ledger after the last commit: 0; not taken yet: {NUM_WAITING}" in lines
+    standing = f"trained: {NUM_TRAINED}; in the ledger after the last commit: 0; left behind untrained: 0"
+    assert f"{standing}; not taken yet: {NUM_WAITING}" in lines
     assert (
         f"policy version: min 0, median {np.median([r['model_version'] for r in ledger] + [9] * 6):g}, max 9" in lines
     )
