@@ -90,6 +90,7 @@ def test_data_on_s3_is_imported_as_local_data_is(s3_url: str, tmp_path: Path) ->
 
 KILLED = """
 import os, signal, sys
+from pathlib import Path
 from tests.unit.test_offline_importer import SHORT, run_import
 from trinity_tasks.storage import Storage
 
