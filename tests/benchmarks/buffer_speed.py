@@ -15,8 +15,8 @@ from tests.benchmarks import machine
 from tests.benchmarks.buffer_rows import SHARD_ROWS, write_job
 from tests.benchmarks.pairs import Side, Worker, interleave, median_ratio
 
-NUM_SHARDS = 32
-"""Of a step; 32,768 rows, 100 MB."""
+NUM_SHARDS = 16
+"""Of a step; 16,384 rows, 50 MB."""
 ROUNDS = 5
 
 

@@ -81,6 +81,12 @@ BENCHMARKS: dict[str, Benchmark] = {
             Measure("buffer_bytes_vs_sqlite", "x"),
         ),
     ),
+    "buffer_1m_vs_10k": Benchmark(
+        "tests.benchmarks.buffer_scale:buffer_scale", (Measure("buffer_1m_vs_10k", "x", at_most=1.2),)
+    ),
+    "buffer_rss_mb": Benchmark(
+        "tests.benchmarks.buffer_scale:buffer_memory", (Measure("buffer_rss_mb", "MB", at_most=500),)
+    ),
     "startup_s": Benchmark("tests.benchmarks.startup:startup", (Measure("startup_s", "s", at_most=15),)),
 }
 
