@@ -6,6 +6,7 @@ Owns: `RowLimits`, `validate`, `limit_fault`, the form of a refusal. Does not ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -90,7 +91,7 @@ def _shape_fault(row: Experience) -> str | None:
     """Types, lengths, reward and group ids of one row, or None if they are right."""
     if row.eid.batch == "" or row.eid.task == "":
         return "it has no group: eid.batch and eid.task must be set, so that advantages know which rows belong together"
-    if row.reward is not None and not np.isfinite(row.reward):
+    if row.reward is not None and not math.isfinite(row.reward):
         return f"reward is {row.reward}; it must be finite, or None for unscored"
     num_tokens = len(row.tokens)
     if not num_tokens:
