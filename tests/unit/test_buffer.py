@@ -430,6 +430,7 @@ def test_two_processes_with_one_name_cannot_overwrite_each_other(store: Counting
     first.write(make_rows(1, 2, batch="first"))
     with pytest.raises(FileExistsError):
         second.write(make_rows(1, 2, batch="second"))
+    assert second.next_index == 1, "the shard of the other life counts, or end() would hide it"
     assert drain(reader_of(store), Cursor.start(), 2, partial=False) == [uids(make_rows(1, 2, batch="first"))]
     second.write(make_rows(1, 2, batch="second"), index=1)
     first.end()

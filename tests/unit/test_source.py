@@ -14,7 +14,8 @@ from engines.errors import DataError, StarvedError
 from tests.experience_rows import make_rows, uids
 from trinity_tasks.buffer import ExperienceReader, ExperienceWriter, source
 from trinity_tasks.buffer.cursor import Position
-from trinity_tasks.buffer.ledger import Ledger
+from trinity_tasks.buffer.layout import ShardId
+from trinity_tasks.buffer.ledger import Ledger, LedgerEntry
 from trinity_tasks.buffer.notes import Notes
 from trinity_tasks.buffer.source import Batch, BatchSource, batch_metrics
 from trinity_tasks.buffer.strategies import Claim, Fifo
@@ -52,11 +53,13 @@ def opened(strategy: Fifo, store: Storage, *, timeout_s: float = 5.0, **options:
         batches.close()
 
 
-def take(batches: BatchSource, num_steps: int, position: Position | None = None, first: int = 1) -> list[Batch]:
+def take(
+    batches: BatchSource, num_steps: int, position: Position | None = None, first: int = 1, attempt: int = 1
+) -> list[Batch]:
     async def steps() -> list[Batch]:
         taken, here = list[Batch](), position or Position()
         for step in range(first, first + num_steps):
-            batch = await batches.next_batch(step, here, attempt=1)
+            batch = await batches.next_batch(step, here, attempt=attempt)
             if batch is None:
                 break
             taken.append(batch)
@@ -114,6 +117,58 @@ def test_a_ledger_entry_by_someone_else_stops_the_run(store: Storage) -> None:
         take(other, 3)
         with pytest.raises(DataError, match=r"step 2 was recorded in the ledger by another process"):
             take(mine, 1, first.entry.after, first=2)
+
+
+def test_the_entry_of_a_killed_attempt_may_arrive_late(store: Storage) -> None:
+    """The writer `a` comes later and sorts first, so that attempt 2 would claim other rows than attempt 1 has."""
+    ExperienceWriter(store, "main", "b").write(make_rows(2, 2, batch="b"))
+    with opened(WatchedFifo(store, 4), store) as batches:
+        (late,) = take(batches, 1)
+    entry = store.read_bytes("ledger/step_00000001.json")
+    store.remove("ledger/step_00000001.json")
+    ExperienceWriter(store, "main", "a").write(make_rows(2, 2, batch="a"))
+
+    class Overtaken(Ledger):
+        def record(self, entry_: LedgerEntry) -> None:
+            if entry_.step == 1:
+                store.create("ledger/step_00000001.json", entry)
+            super().record(entry_)
+
+    batches = BatchSource(WatchedFifo(store, 4), Overtaken(store), timeout_s=5.0)
+    with contextlib.closing(batches):
+        first, second = take(batches, 2, attempt=2)
+    assert (first.entry, uids(first.experiences)) == (late.entry, uids(make_rows(2, 2, batch="b")))
+    assert uids(second.experiences) == uids(make_rows(2, 2, batch="a"))
+
+
+def test_each_shard_is_fetched_once_and_none_is_kept(store: Storage) -> None:
+    """Shards that end in stale rows, that have none, and whose notes are asked for."""
+    fetched: list[str] = []
+
+    class Counting(Storage):
+        def read_bytes(self, path: str) -> bytes:
+            data = super().read_bytes(path)
+            fetched.append(path)
+            return data
+
+    writer = ExperienceWriter(store, "main", "a")
+    for index in range(10):
+        fresh, stale = make_rows(1, 2, batch=index, version=100), make_rows(1, 2, batch=f"{index} old")
+        writer.write([fresh, [*fresh, *stale], []][index % 3], notes=Notes.of(["own"], [], {"own/size": float(index)}))
+    names = [f"experiences/main/a-{index:08d}.parquet" for index in range(10)]
+    for read_ahead in (False, True):
+        for entry in store.list("ledger"):
+            store.remove(entry.name)
+        fetched.clear()
+        reader = ExperienceReader(Counting(store.url), "main", cache_bytes=2**30)
+        with opened(Fifo(reader, 2, max_staleness=1), store, read_ahead=read_ahead) as batches:
+            taken = take(batches, 7, first=6)
+        assert [path for path in fetched if path.endswith(".parquet")] == names
+        measured = [batch.entry.measured["own/size"] for batch in taken]
+        assert measured == [0, 1, 2.5, 4, 5.5, 7, 8.5], "a shard without rows counts too"
+        for index in range(10):
+            reader.load(ShardId(index, "a"))
+        assert len([path for path in fetched if path.endswith(".parquet")]) == 20, "some were kept"
 
 
 @pytest.mark.parametrize(("last_batch", "sizes", "left"), [("train", [4, 4, 2], None), ("drop", [4, 4], 2)])

@@ -35,6 +35,7 @@ class _Index:
     places: npt.NDArray[np.int64]
     """[N, 3] shard, first row, row behind the last."""
     passed: tuple[PassedRows, ...]
+    entered: tuple[str, ...]
     selector: Selector
 
 
@@ -86,7 +87,7 @@ class Epochs:
         if not places:
             return Availability(0, self.num_rows, True, self._reader.signs_of_life(taking.cursor()))
         selector = self._make_selector(len(places), features or None)
-        self._built = _Index(shards, np.array(places, np.int64), tuple(taking.passed), selector)
+        self._built = _Index(shards, np.array(places, np.int64), tuple(taking.passed), tuple(taking.entered), selector)
         return self._built
 
     def _features(self, row: Experience) -> list[float]:
@@ -131,7 +132,7 @@ class Epochs:
             BatchRef(ranges, num_rows),
             Position(position.cursor, after),
             index.passed if is_first else (),
-            tuple(name for name, _ in index.shards) if is_first else (),
+            index.entered if is_first else (),
             0 if taken < total else self._num_tokens(ranges),
         )
 

@@ -78,6 +78,7 @@ class Walk:
         """Writers whose next shard is not there."""
         self._missed: set[str] = set()
         """Writers that ended beyond their next shard; looked for once more."""
+        self._empty: list[str] = []
 
     @property
     def cursor(self) -> Cursor:
@@ -99,7 +100,8 @@ class Walk:
                     self.dry.add(writer)
                     continue
                 start = self.positions[writer][1]
-                if isinstance(found, Loaded) and start >= found.shard.num_rows:  # an empty shard
+                if isinstance(found, Loaded) and start >= found.shard.num_rows:
+                    self._empty.append(found.shard.name)
                     self.positions[writer] = (index + 1, 0)
                     break
                 return Head(shard_id, start, found)
@@ -107,6 +109,11 @@ class Walk:
                 again = ends and self._look_for_missed()
                 if not (self._look_for_writers(surely=ends) or again):
                     return None
+
+    def passed_empty(self) -> list[str]:
+        """Shards without rows that were passed since this was last asked: their writers may have noted why."""
+        passed, self._empty = self._empty, []
+        return passed
 
     def move(self, head: Head, row: int | None = None) -> None:
         """Go on at `row` of the head, or behind its shard."""
@@ -218,10 +225,16 @@ class ExperienceReader:
         return loaded.shard.notes if isinstance(loaded, Loaded) else {}
 
     def forget(self, ref: BatchRef) -> None:
-        """The rows have been read: a shard that ends with them is not needed by later batches."""
+        """The rows have been read: later batches need no shard that ends with them, and no earlier one of its writer."""
+        first: dict[str, int] = {}
         for part in ref.ranges:
-            if (loaded := self._cache.get(part.shard)) is not None and part.stop == loaded.shard.num_rows:
-                del self._cache[part.shard]
+            if (shard := ShardId.parse(part.shard)) is not None:
+                loaded = self._cache.get(part.shard)
+                has_ended = loaded is not None and part.stop == loaded.shard.num_rows
+                first[shard.writer] = max(first.get(shard.writer, 0), shard.index + has_ended)
+        for name in list(self._cache):
+            if (shard := ShardId.parse(name)) is not None and shard.index < first.get(shard.writer, 0):
+                del self._cache[name]
 
     def claimed(self, part: RowRange) -> Loaded:
         """The shard of these rows. Raises DataError if it is not there, or is not the one that was claimed."""

@@ -38,11 +38,19 @@ class Batch(NamedTuple):
     """What the ledger says of the step; `entry.after` is where the next one begins."""
 
 
+class _Content(NamedTuple):
+    """What a claim refers to."""
+
+    rows: list[Experience]
+    notes: list[Notes]
+    """Of the shards that the claim entered."""
+
+
 class _Ready(NamedTuple):
-    """A claim, with the rows if they have been read."""
+    """A claim, with its content if that has been read."""
 
     claim: Claim
-    rows: list[Experience] | None
+    content: _Content | None
 
 
 class BatchSource:
@@ -93,19 +101,26 @@ class BatchSource:
         ready = await self._wait_for_rows(step, position)
         if ready is None:
             return None
-        rows = ready.rows if ready.rows is not None else await self._on_worker(self._read, ready.claim.ref)
-        notes = await self._on_worker(self._notes, ready.claim.entered)
+        rows, notes = ready.content or await self._on_worker(self._content, ready.claim)
         entry = LedgerEntry.of(step, ready.claim, rows, before=position, attempt=attempt, notes=notes)
         try:
             self._ledger.record(entry)
         except FileExistsError:
-            raise DataError(
-                f"step {step} was recorded in the ledger by another process meanwhile; two trainers write one job: "
-                "stop one of them"
-            ) from None
+            entry = self._recorded_late(step, position, attempt)
+            rows = await self._on_worker(self._read, entry.ref)
         if self._read_ahead:
             self._look(step + 1, entry.after, read=True)
         return Batch(rows, entry)
+
+    def _recorded_late(self, step: int, position: Position, attempt: int) -> LedgerEntry:
+        """The entry of a killed attempt, whose last request the store carried out after this one had looked for it."""
+        entry = self._ledger.recorded(step, position)
+        if entry is None or entry.attempt >= attempt:
+            raise DataError(
+                f"step {step} was recorded in the ledger by another process meanwhile; two trainers write one job: "
+                "stop one of them"
+            )
+        return entry
 
     def close(self) -> None:
         """Stop reading ahead. Idempotent."""
@@ -125,15 +140,17 @@ class BatchSource:
         claim = self._strategy.claim(position, step, partial=partial)
         if claim is None:
             return None
-        return _Ready(claim, self._read(claim.ref) if read else None)
+        return _Ready(claim, self._content(claim) if read else None)
+
+    def _content(self, claim: Claim) -> _Content:
+        """Notes first: reading forgets the shards, and each would be fetched again."""
+        notes = [parse_notes(self._strategy.notes(shard), shard) for shard in claim.entered]
+        return _Content(self._read(claim.ref), notes)
 
     def _read(self, ref: Any) -> list[Experience]:
         rows = self._strategy.read(ref)
         self._strategy.forget(ref)
         return rows
-
-    def _notes(self, shards: Sequence[str]) -> list[Notes]:
-        return [parse_notes(self._strategy.notes(shard), shard) for shard in shards]
 
     async def _on_worker(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self._worker.submit(function, *args, **kwargs))
@@ -197,7 +214,7 @@ def batch_metrics(exps: Sequence[Experience], entry: LedgerEntry) -> dict[str, f
 
 def _counts(state: Availability) -> str:
     writers = ", ".join(state.writers) or "none"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in state.filtered.items())
+    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in state.filtered.items())
     return (
         f"{state.available} available, {sum(state.filtered.values())} filtered{f' ({reasons})' if reasons else ''}, "
         f"{state.needed} needed; writers: {writers}. Start a producer, or raise "

@@ -30,7 +30,7 @@ class Claim:
     passed: tuple[PassedRows, ...] = ()
     """Rows that the step leaves behind untrained."""
     entered: tuple[str, ...] = ()
-    """Shards whose first row this step took or passed: their writers' notes are accounted for now."""
+    """Shards whose first row this step took or passed, and those without rows: their notes are accounted for now."""
     reused_tokens: int = 0
     """Response tokens of the batch that have trained before."""
 
@@ -139,6 +139,7 @@ class Taking:
                     return self._head.found
                 self._settle()
             head = self._walk.head(ends=ends)
+            self.entered += self._walk.passed_empty()
             if head is None:
                 return None
             if isinstance(head.found, Damage):
@@ -166,7 +167,7 @@ def by_reason(passed: Sequence[PassedRows]) -> dict[str, int]:
     """Rows that were passed, for each reason; of damaged shards, whose rows nobody can count, the shards."""
     counts: dict[str, int] = {}
     for part in passed:
-        name = "damaged shards" if part.reason == "damaged" else part.reason
+        name = "damaged_shards" if part.reason == "damaged" else part.reason
         counts[name] = counts.get(name, 0) + (1 if part.reason == "damaged" else part.num_rows)
     return counts
 

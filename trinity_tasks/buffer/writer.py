@@ -109,8 +109,8 @@ class ExperienceWriter:
         """Store the rows as one new shard, all or nothing. No rows make an empty shard.
 
         index: write this shard, not the next one. notes: facts about the rows together, which the shard keeps.
-        Raises DataError for a bad row (nothing is stored), FileExistsError if the shard exists (nothing is changed),
-        StorageError.
+        Raises DataError for a bad row (nothing is stored), FileExistsError if the shard exists: written in an earlier
+        life, it is kept and counted. StorageError.
         """
         if self.ended:
             raise DataError(
@@ -130,7 +130,11 @@ class ExperienceWriter:
             data = encode(experiences, notes)
         except DataError as error:
             raise DataError(f"{error}. Nothing of this write was stored; correct the row or drop it") from error
-        self._store.create(self._shard(index), data, durable=self._durable)
+        try:
+            self._store.create(self._shard(index), data, durable=self._durable)
+        except FileExistsError:
+            self.next_index = max(self.next_index, index + 1)
+            raise
         self.next_index = max(self.next_index, index + 1)
         return ShardRecord(self._shard(index), len(experiences), len(data), hashlib.sha256(data).hexdigest())
 
