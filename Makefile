@@ -16,7 +16,7 @@ ONLY ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format types contracts test-slow test-learning torture second-opinion bench clean
+.PHONY: help setup train test lint format types contracts test-slow test-learning torture soak fuzz second-opinion bench clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -57,7 +57,7 @@ format: $(STAMP) ## fix what the linter can fix, and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-test-slow: $(STAMP) ## every slow test, the two below among them
+test-slow: $(STAMP) ## every slow test, the four below among them
 	@$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 test-learning: $(STAMP) ## models must learn, and controls must not
@@ -65,6 +65,12 @@ test-learning: $(STAMP) ## models must learn, and controls must not
 
 torture: $(STAMP) ## runs are killed at random points and must resume to the bit
 	@$(BIN)/python -m pytest -m 'torture and not gpu' $(ARGS)
+
+soak: $(STAMP) ## writers and trainers of one buffer are killed hundreds of times; every row is accounted for
+	@$(BIN)/python -m pytest -m 'soak and not gpu' -rP $(ARGS)
+
+fuzz: $(STAMP) ## ten thousand damaged, foreign and hostile shards are refused, and never crash a process
+	@$(BIN)/python -m pytest -m 'fuzz and not gpu' -rP $(ARGS)
 
 second-opinion: $(BENCH_STAMP) ## losses and advantages against those of TRL, on the same inputs
 	@SECOND_OPINION=required $(BIN)/python -m pytest tests/second_opinion $(ARGS)

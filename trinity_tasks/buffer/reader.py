@@ -225,7 +225,7 @@ class ExperienceReader:
         return loaded.shard.notes if isinstance(loaded, Loaded) else {}
 
     def forget(self, ref: BatchRef) -> None:
-        """The rows have been read: later batches need no shard that ends with them, and no earlier one of its writer."""
+        """The rows have been read: later batches need no shard that ends with them, nor one before it of its writer."""
         first: dict[str, int] = {}
         for part in ref.ranges:
             if (shard := ShardId.parse(part.shard)) is not None:
