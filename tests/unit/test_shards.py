@@ -213,10 +213,10 @@ def test_a_shard_of_another_program_is_read() -> None:
 @pytest.mark.parametrize(
     ("texts", "reason"),
     [
-        (["{}", "{}", "{},{}"], r"row 2: info is not JSON \(Extra data"),
-        (["{}", "", "{}"], r"row 1: info is not JSON \(Expecting value"),
-        (['["a', 'b"]', "1,2"], r"row 0: info is not JSON \(Unterminated string"),
-        (["{}", "[1]", "{}"], "row 1: info is a JSON list"),
+        (["{}", "{}", "{},{}"], r"row 2: info is not what it must be \(Extra data"),
+        (["{}", "", "{}"], r"row 1: info is not what it must be \(Expecting value"),
+        (['["a', 'b"]', "1,2"], r"row 0: info is not what it must be \(Unterminated string"),
+        (["{}", "[1]", "{}"], r"row 1: info is not what it must be \(a JSON list instead of a dict"),
     ],
 )
 def test_texts_that_are_not_one_json_object_each_are_refused(texts: list[str], reason: str) -> None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
+from engines.errors import DataError
 from engines.experience import Experience
-from trinity_tasks.buffer.row_checks import DTYPES, refused
+from trinity_tasks.buffer.row_checks import DTYPES, MESSAGES, refused
 from trinity_tasks.buffer.schema import (
     CHECKSUM_KEY,
     CHECKSUM_MARK,
     DICTS,
-    MESSAGES,
+    MAX_WRITTEN_BYTES,
     NOTES_KEY,
     ROW_GROUP_ROWS,
     SCHEMA,
@@ -54,7 +55,8 @@ def encode(rows: Sequence[Experience], notes: Mapping[str, JsonValue] | None = N
 
     A column in which no row has a value is left out: each costs as much as one with values, to write and to read.
 
-    Raises DataError if info, metrics, messages, tools or a text cannot be written as JSON or UTF-8.
+    Raises DataError if info, metrics, messages, tools or a text cannot be written as JSON or UTF-8, or if the rows are
+    larger than a shard may be.
     """
     columns: list[Any] = []
     fields: list[Any] = []
@@ -65,6 +67,8 @@ def encode(rows: Sequence[Experience], notes: Mapping[str, JsonValue] | None = N
             fields.append(field)
     schema = pa.schema(fields)
     table = pa.Table.from_arrays(columns, schema=schema)
+    if table.nbytes > MAX_WRITTEN_BYTES:
+        raise DataError(f"{len(rows)} rows have {table.nbytes} bytes, one write at most {MAX_WRITTEN_BYTES}: split it")
     sink = pa.BufferOutputStream()
     _write_parquet(sink, schema, [table], notes)
     data = memoryview(sink.getvalue())
@@ -137,7 +141,10 @@ def _without_version(row: Experience) -> dict[str, Any]:
 
 def _version_or_none(row: Experience) -> int | None:
     version = row.info.get("model_version")
-    return version if type(version) is int and abs(version) < 2**63 else None
+    if isinstance(version, bool) or not isinstance(version, int | np.integer):
+        return None
+    number = int(cast("Any", version))
+    return number if abs(number) < 2**63 else None
 
 
 _SCALAR_VALUES: Final[dict[str, Callable[[Sequence[Experience]], list[Any]]]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ PER_TOKEN: Final = ("logprobs", "action_mask", "token_level_reward", "advantages
 """Array fields with one entry per response token."""
 EXPERIENCE_TYPES: Final = frozenset({"single_turn", "multi_turn", "dpo"})
 TRUNCATE_STATUSES: Final = frozenset({None, "prompt_truncated", "response_truncated"})
+
+MESSAGES: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
+"""Lists of an experience that are kept as JSON, null when absent."""
 
 _FLOATS: Final = tuple(name for name in PER_TOKEN if name != "action_mask")
 _IDS: Final = ("tokens", "chosen", "rejected")
@@ -59,7 +62,7 @@ def validate(rows: Sequence[Experience], limits: RowLimits = NO_LIMITS) -> None:
     Raises DataError for the first bad row: its index, its EID, the reason.
     """
     for index, row in enumerate(rows):
-        if fault := _shape_fault(row) or limit_fault(row, limits):
+        if fault := _shape_fault(row) or _facts_fault(row) or limit_fault(row, limits):
             raise refused(rows, index, fault)
     for name in _FLOATS:
         _check_flat(rows, name, np.isfinite, lambda value: f"is {value}; it must be finite")
@@ -115,6 +118,20 @@ def _shape_fault(row: Experience) -> str | None:
             return f"{name} is {value.ndim}-dimensional {value.dtype}; it must be 1-dimensional {dtype}"
         if name in PER_TOKEN and len(value) != expected:
             return f"{name} has {len(value)} entries, the response has {expected} tokens"
+    return None
+
+
+def _facts_fault(row: Experience) -> str | None:
+    """Types of what is kept as JSON, as far as training relies on them, or None if they are right."""
+    version: Any = row.info.get("model_version", 0)
+    if isinstance(version, bool) or not isinstance(version, int | np.integer):
+        return f"info['model_version'] is {version!r}; it must be the train step of the weights, a whole number"
+    for name, value in row.metrics.items():
+        if not isinstance(cast("Any", value), int | float | np.number | np.bool_):
+            return f"metrics[{name!r}] is {value!r}; the trainer averages metrics, so it must be a number"
+    for name in MESSAGES:
+        if not isinstance(getattr(row, name), list | tuple | None):
+            return f"{name} is a {type(getattr(row, name)).__name__}; it must be a list"
     return None
 
 

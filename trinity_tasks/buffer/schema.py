@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import numpy as np
 import pyarrow as pa
 
-from trinity_tasks.buffer.row_checks import DTYPES
+from trinity_tasks.buffer.row_checks import DTYPES, MESSAGES
 
 SCHEMA_VERSION: Final = 1
 ROW_GROUP_ROWS: Final = 1024
@@ -26,6 +26,8 @@ MAX_SHARD_ROWS: Final = 65_536
 """More in one write are refused, and a shard that says it has more is not decoded."""
 MAX_SHARD_BYTES: Final = 2**30
 """Of the decoded columns; a few bytes of Parquet may claim any number."""
+MAX_WRITTEN_BYTES: Final = MAX_SHARD_BYTES // 2
+"""Of the rows of one write. Half, so that what is written can be read however it is encoded."""
 
 VERSION_KEY: Final = "trinity_flows.schema"
 CHECKSUM_KEY: Final = "trinity_flows.checksum"
@@ -38,8 +40,6 @@ TAIL_BYTES: Final = 8
 TEXT: Final = ("prompt_text", "response_text")
 DICTS: Final = ("info", "metrics")
 """JSON, null when empty."""
-MESSAGES: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
-"""JSON, null when absent."""
 
 
 def _column(name: str, kind: Any, *, nullable: bool = False) -> Any:

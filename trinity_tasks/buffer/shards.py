@@ -10,7 +10,8 @@ import dataclasses
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,9 +25,11 @@ from pydantic import JsonValue
 
 from engines.errors import DataError
 from engines.experience import EID, Experience
+from trinity_tasks.buffer.bounds import read_in_pieces, too_large
 from trinity_tasks.buffer.row_checks import (
     DTYPES,
     EXPERIENCE_TYPES,
+    MESSAGES,
     NO_LIMITS,
     PER_TOKEN,
     TRUNCATE_STATUSES,
@@ -38,9 +41,6 @@ from trinity_tasks.buffer.schema import (
     CHECKSUM_KEY,
     CHECKSUM_MARK,
     DICTS,
-    MAX_SHARD_BYTES,
-    MAX_SHARD_ROWS,
-    MESSAGES,
     NAMES,
     NOTES_KEY,
     PARQUET_MAGIC,
@@ -138,15 +138,14 @@ class Shard:
         return lengths
 
     def check_texts(self) -> None:
-        """Each JSON text is one value, of the right kind; `rows` reads many at once. Raises DataError."""
+        """Each text that should be JSON is one value; `rows` reads many at once. Raises DataError."""
         for name in (*DICTS, *MESSAGES):
             for row, text in enumerate(self._scalars.get(name, ())):
                 try:
-                    value: object = None if text is None else from_text(text)
-                except ValueError as error:
-                    raise DataError(f"row {row}: {name} is not JSON ({error})") from error
-                if not isinstance(value, dict if name in DICTS else list) and value is not None:
-                    raise DataError(f"row {row}: {name} is a JSON {type(value).__name__}")
+                    if text is not None:
+                        _check_kind(name, from_text(text))
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"row {row}: {name} is not what it must be ({error})") from error
 
     def rows(self, start: int, stop: int) -> list[Experience]:
         """Rows start to stop - 1, equal to those that were written, bit for bit.
@@ -160,9 +159,9 @@ class Shard:
         try:
             for name in (*DICTS, *MESSAGES):
                 if name in columns:
-                    columns[name] = from_texts(columns[name])
+                    columns[name] = _from_texts(name, columns[name])
             columns["eid"] = _eids(columns, size)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.name}, rows {start} to {stop - 1}: a column holds a bad value ({error})") from error
         columns["info"] = _infos(columns.get("info", none), columns.get("model_version", none))
         columns["metrics"] = [value or {} for value in columns.get("metrics", none)]
@@ -190,6 +189,19 @@ def _eids(columns: Mapping[str, list[Any]], size: int) -> list[EID]:
     return _instances(EID, size, parts)
 
 
+def _from_texts(name: str, texts: Sequence[str | None]) -> list[Any]:
+    values = from_texts(texts)
+    for value in values:
+        _check_kind(name, value)
+    return values
+
+
+def _check_kind(name: str, value: object) -> None:
+    kind: type = dict if name in DICTS else list
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"a JSON {type(value).__name__} instead of a {kind.__name__}")
+
+
 def _infos(infos: list[Any], versions: list[int | None]) -> list[dict[str, Any]]:
     return [
         (info or {}) if version is None else {"model_version": version, **(info or {})}
@@ -205,7 +217,8 @@ def decode(data: bytes, name: str, where: str | None = None, limits: RowLimits =
     """
     where = where or name
     table, has_checksum, notes = _read(data, NAMES, where)
-    shard = _decode_table(table, name, where, notes)
+    with _naming(where, intact=has_checksum):
+        shard = _decode_table(table, name, where, notes)
     if not has_checksum:
         _check_foreign(shard, where, limits)
     return shard
@@ -219,7 +232,7 @@ def read_columns(data: bytes, columns: Sequence[str], name: str, where: str | No
     where = where or name
     table, has_checksum, _ = _read(data, columns, where)
     if not has_checksum:
-        decode(data, name, where)
+        decode(data, name, where)  # and with it the texts, which pyarrow does not look into
     present = frozenset(cast("list[str]", table.column_names))
     for column in columns:
         if column not in present:
@@ -233,19 +246,33 @@ def read_columns(data: bytes, columns: Sequence[str], name: str, where: str | No
 def _read(data: bytes, columns: Sequence[str], where: str) -> tuple[Any, bool, Mapping[str, JsonValue]]:
     """(those of the columns that the shard has, as an Arrow table; whether it carries our checksum; its notes)."""
     has_checksum = _check_bytes(data, where)
-    try:
+    with _naming(where, intact=has_checksum):
         # CRC-32 has just covered every byte, page checksums included.
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=not has_checksum)
         metadata: dict[bytes, bytes] = file.metadata.metadata or {}
         if (CHECKSUM_KEY.encode() in metadata) != has_checksum:
             raise _damaged(where, "its checksum is missing or misplaced")
         _check_schema(file.schema_arrow, metadata, where)
-        _check_size(file.metadata, where)
+        if fault := too_large(file.metadata, is_foreign=not has_checksum):
+            raise _damaged(where, fault)
         present = frozenset(cast("list[str]", file.schema_arrow.names))
         chosen = [column for column in columns if column in present]
-        return file.read(columns=chosen, use_threads=False), has_checksum, _notes(metadata, where)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, DataError):
+        table = file.read(columns=chosen, use_threads=False) if has_checksum else read_in_pieces(file, chosen)
+        if table.num_rows != file.metadata.num_rows:
+            raise _damaged(where, f"it says it has {file.metadata.num_rows} rows, and {table.num_rows} can be read")
+        return table, has_checksum, _notes(metadata, where)
+
+
+@contextmanager
+def _naming(where: str, *, intact: bool) -> Generator[None]:
+    """Whatever pyarrow, numpy and json say of bytes that they cannot read becomes an error that names the shard.
+
+    intact: every byte is as it was written, so if there is not enough memory, that is no fault of the shard.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError) or (intact and isinstance(error, MemoryError)):
             raise
         raise _damaged(where, str(error)) from error
 
@@ -253,17 +280,6 @@ def _read(data: bytes, columns: Sequence[str], where: str) -> tuple[Any, bool, M
 def _check_present(column: Any, name: str, where: str) -> None:
     if nulls := column.null_count:
         raise _damaged(where, f"column {name!r} has {nulls} empty values")
-
-
-def _check_size(metadata: Any, where: str) -> None:
-    groups = range(metadata.num_row_groups)
-    size = sum(int(metadata.row_group(group).total_byte_size) for group in groups)
-    if metadata.num_rows > MAX_SHARD_ROWS or size > MAX_SHARD_BYTES:
-        raise _damaged(
-            where,
-            f"it says it has {metadata.num_rows} rows of {size} bytes together, and a shard has at most "
-            f"{MAX_SHARD_ROWS} rows and {MAX_SHARD_BYTES} bytes",
-        )
 
 
 def _notes(metadata: Mapping[bytes, bytes], where: str) -> Mapping[str, JsonValue]:
@@ -313,11 +329,13 @@ def _check_schema(schema: Any, metadata: dict[bytes, bytes], name: str) -> None:
             name, f"its schema is version {version}, this trinity-flows knows up to {SCHEMA_VERSION}; upgrade"
         )
     for field in SCHEMA:
-        if (index := schema.get_field_index(field.name)) < 0:
-            if not field.nullable:
-                raise _damaged(name, f"column {field.name!r} is missing")
-        elif schema.field(index).type != field.type:
-            raise _damaged(name, f"column {field.name!r} is {schema.field(index).type}, it must be {field.type}")
+        found = schema.get_all_field_indices(field.name)
+        if len(found) > 1:
+            raise _damaged(name, f"column {field.name!r} is there {len(found)} times")
+        if not found and not field.nullable:
+            raise _damaged(name, f"column {field.name!r} is missing")
+        if found and (kind := schema.field(found[0]).type) != field.type:
+            raise _damaged(name, f"column {field.name!r} is {kind}, it must be {field.type}")
 
 
 def _decode_table(table: Any, name: str, where: str, notes: Mapping[str, JsonValue]) -> Shard:
@@ -340,9 +358,9 @@ def _decode_table(table: Any, name: str, where: str, notes: Mapping[str, JsonVal
             scalars[field.name] = column.to_pylist()
         else:
             scalars[field.name] = column.to_numpy(zero_copy_only=False).tolist()
+    _check_rows(lists, scalars, where)
     if "action_mask" not in lists:
         _default_masks(lists, scalars)
-    _check_rows(lists, scalars, where)
     starts = _group_starts(scalars["eid_batch"], scalars["eid_task"])
     return Shard(name, table.num_rows, table.nbytes, starts, lists, scalars, notes)
 
@@ -357,7 +375,7 @@ def _default_masks(lists: dict[str, _Lists], scalars: dict[str, list[Any]]) -> N
     if any(valid):
         lengths = np.diff(lists["tokens"].offsets) - np.asarray(scalars["prompt_length"], np.int32)
         offsets = np.zeros(len(valid) + 1, np.int32)
-        np.cumsum(np.where(valid, np.maximum(lengths, 0), 0), out=offsets[1:])
+        np.cumsum(np.where(valid, lengths, 0), out=offsets[1:])
         lists["action_mask"] = _Lists(np.ones(int(offsets[-1]), np.bool_), offsets, valid)
 
 
@@ -366,7 +384,10 @@ def _check_rows(lists: dict[str, _Lists], scalars: dict[str, list[Any]], name: s
     status = scalars.get("truncate_status", [])
     if not (TRUNCATE_STATUSES.issuperset(status) and EXPERIENCE_TYPES.issuperset(scalars["experience_type"])):
         raise _damaged(name, "experience_type or truncate_status has a value that this version does not know")
-    expected = np.diff(lists["tokens"].offsets) - np.asarray(scalars["prompt_length"], np.int64)
+    prompts = np.asarray(scalars["prompt_length"], np.int64)
+    expected = np.diff(lists["tokens"].offsets) - prompts
+    if (rows := np.flatnonzero((prompts < 1) | (expected < 0))).size:
+        raise _damaged(name, f"row {rows[0]}: prompt_length is {prompts[rows[0]]}, which its tokens do not have")
     exempt = np.asarray([value == "prompt_truncated" for value in status] or [False])
     for column in PER_TOKEN:
         if column in lists:
