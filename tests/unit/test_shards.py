@@ -213,10 +213,10 @@ def test_a_shard_of_another_program_is_read() -> None:
 @pytest.mark.parametrize(
     ("texts", "reason"),
     [
-        (["{}", "{}", "{},{}"], r"row 2: info is not what it must be \(Extra data"),
-        (["{}", "", "{}"], r"row 1: info is not what it must be \(Expecting value"),
-        (['["a', 'b"]', "1,2"], r"row 0: info is not what it must be \(Unterminated string"),
-        (["{}", "[1]", "{}"], r"row 1: info is not what it must be \(a JSON list instead of a dict"),
+        (["{}", "{}", "{},{}"], r"row 2: info cannot be read \(Extra data"),
+        (["{}", "", "{}"], r"row 1: info cannot be read \(Expecting value"),
+        (['["a', 'b"]', "1,2"], r"row 0: info cannot be read \(Unterminated string"),
+        (["{}", "[1]", "{}"], r"row 1: info cannot be read \(a JSON list instead of a dict"),
     ],
 )
 def test_texts_that_are_not_one_json_object_each_are_refused(texts: list[str], reason: str) -> None:
@@ -256,7 +256,7 @@ def replaced(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
             replaced("experience_type", pa.array(["single_turn", "other"])),
             "has a value that this version does not know",
         ),
-        (replaced("info", pa.array([None, "{"])), "row 1: info is not JSON .*Expecting property name"),
+        (replaced("info", pa.array([None, "{"])), "row 1: info cannot be read .*Expecting property name"),
         (
             replaced("eid_batch", pa.array(["0", "x"])),
             "rows 0 to 1: a column holds a bad value .*invalid literal for int",

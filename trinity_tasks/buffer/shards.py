@@ -145,7 +145,7 @@ class Shard:
                     if text is not None:
                         _check_kind(name, from_text(text))
                 except (ValueError, RecursionError) as error:
-                    raise DataError(f"row {row}: {name} is not what it must be ({error})") from error
+                    raise DataError(f"row {row}: {name} cannot be read ({error})") from error
 
     def rows(self, start: int, stop: int) -> list[Experience]:
         """Rows start to stop - 1, equal to those that were written, bit for bit.
