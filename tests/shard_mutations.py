@@ -84,15 +84,9 @@ def _span(draw: random.Random, size: int) -> tuple[int, int]:
 
 def _place(draw: random.Random, data: bytes) -> int:
     """A place of any kind: the magic, the pages, our checksum, the footer, its length."""
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     size = len(data)
-    ranges = [
-        (0, size),
-        (0, 12),
-        (max(footer - 16, 0), min(footer + 8, size)),
-        (max(footer, 0), size),
-        (size - 9, size),
-    ]
+    footer = max(size - 8 - int.from_bytes(data[-8:-4], "little"), 0)
+    ranges = [(0, size), (0, 12), (max(footer - 16, 0), footer + 8), (footer, size), (size - 9, size)]
     return min(draw.randrange(*draw.choice(ranges)), size - 1)
 
 

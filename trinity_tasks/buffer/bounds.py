@@ -20,7 +20,7 @@ from trinity_tasks.buffer.schema import MAX_SHARD_BYTES, MAX_SHARD_ROWS
 
 PIECE_BYTES: Final = 2**27
 """Of one column, at most, as a text is no longer than its column is; unless `MIN_PIECE_ROWS` of them are."""
-MIN_PIECE_ROWS: Final = 8
+MIN_PIECE_ROWS: Final = 4
 MAX_PIECE_ROWS: Final = 1024
 
 
