@@ -40,7 +40,7 @@ train: $(STAMP) ## a small model learns to spell backwards: SFT, then GRPO, abou
 	@$(BIN)/trinity-flows finetune -c $(CONFIG)
 
 test: lint types contracts ## everything that a change must pass
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## style, format and spelling
 	@$(BIN)/ruff check
