@@ -18,7 +18,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,9 +128,17 @@ class CheckpointStore:
         1
     """
 
-    def __init__(self, store: Storage, lease: Lease | None = None, keep: int = 0) -> None:
+    def __init__(
+        self,
+        store: Storage,
+        lease: Lease | None = None,
+        keep: int = 0,
+        after_commit: Callable[[], None] | None = None,
+    ) -> None:
         self.keep = keep
         """Retention after each commit, in checkpoints; 0 keeps all."""
+        self.after_commit = after_commit
+        """Called when a commit stands and old ones are gone, in its thread. What it raises, the commit raises."""
         self.skipped: list[str] = []
         """Why commits were passed over, since `latest`, `restore_latest`, `commits` or `clean_orphans` last began."""
         self._store = store
@@ -354,6 +362,8 @@ class CheckpointStore:
         except StorageError as error:
             # The commit stands, and the next one removes what this one could not.
             _log.warning("old checkpoints of %s were not removed: %s", self._store.url, error)
+        if self.after_commit is not None:
+            self.after_commit()
         return manifest
 
     def _create_manifest(

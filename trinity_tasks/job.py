@@ -80,7 +80,9 @@ class Job:
         self.store = store
         self.lease = lease
         self.record = record
-        self.checkpoints = CheckpointStore(store, lease, keep=config.trainer.max_checkpoints_to_keep)
+        keep = config.trainer.max_checkpoints_to_keep
+        remove = self.remove_consumed_shards if config.buffer.trainer_input.remove_consumed_shards else None
+        self.checkpoints = CheckpointStore(store, lease, keep, after_commit=remove)
         self.ledger = Ledger(store, durable=False)  # every commit flushes, and a resume makes later ones again
         self.weights = WeightStore(store, lease)
         self.strategy = strategy_for(config, store)
@@ -134,10 +136,11 @@ class Job:
         self.update(tasks_sha256=sha256)
 
     def remove_consumed_shards(self) -> None:
-        """Remove shards that no checkpoint can need, if the config says so. What cannot be removed now stays."""
+        """Remove shards that no checkpoint can need. What cannot be removed now, the next commit removes.
+
+        Raises LeaseLost; DataError if the buffer's removed.json is damaged.
+        """
         buffers = self.config.buffer.trainer_input
-        if not buffers.remove_consumed_shards:
-            return
         self.lease.check()
         kept = [manifest.position for manifest in self.checkpoints.commits()]
         parts: dict[str, list[Position]] = {buffers.experience_buffer.name: kept}
@@ -148,7 +151,7 @@ class Job:
             for name, positions in parts.items():
                 remove_consumed(self.store, BufferFolder(name), positions)
         except StorageError as error:
-            logger.warning("consumed shards of %s were not removed: %s; the next save tries again", self.url, error)
+            logger.warning("consumed shards of %s were not removed: %s; the next commit tries again", self.url, error)
 
     def close(self) -> None:
         """Wait for a commit in the background, then release the lease. Idempotent. Raises as the commit."""

@@ -434,7 +434,6 @@ class Trainer:
         """
         started = time.perf_counter()
         step = self.train_step_num
-        self.job.remove_consumed_shards()
         staged = self._stage()
         self.engine.save_checkpoint(block_until_saved, save_as_hf)
         pending = self.tracker.spool_state(step, self._metrics)
