@@ -57,8 +57,12 @@ class OfflineConfig(Frozen):
     """dpo: the preferred response, a text or a list of messages."""
     rejected_key: Annotated[str, Resume.FORK] = "rejected"
     """dpo: the refused response, a text or a list of messages."""
-    rows_per_shard: Annotated[int, Resume.FORK] = Field(default=4096, ge=1)
-    """Records that become one shard; so many rows are held in memory."""
+    rows_per_shard: Annotated[int, Resume.FORK] = Field(default=256, ge=1)
+    """Records that become one shard; so many rows are held in memory.
+
+    A shard is read whole for any of its rows, so a shuffled batch of 64 rows reads up to 64 shards: smaller ones make
+    that cheaper, larger ones are fewer objects to list and to write.
+    """
     too_long: Annotated[TooLong, Resume.FORK] = "refuse"
     """A row beyond the model's limits: refuse the data, drop the row, or truncate its response."""
 
